@@ -1,0 +1,527 @@
+"""The whole of MiniMax M3 but for its attention (msa.py) and its eyes (vit3d.py): config, MLP, mixture of experts, decoder, cache, loss.
+
+    python model.py                     a demonstration on the CPU: sizes, FLOPs, one equality
+
+    tokens -> embedding -> [ RMSNorm -> MSA -> + -> RMSNorm -> MLP or MoE -> + ] x layers -> RMSNorm -> logits
+    pictures -> ViT -> projector -> visual tokens, which replace the placeholder tokens' embeddings one for one
+
+Names of fields and modules are the released model's (transformers, minimax_m3_vl), so that both can be read side by side and
+from_hf is little more than a copy. What each part is compared with, by `python test_all.py -k oracle`:
+
+    part                    here                        known differences
+    (1+w) RMSNorm           msa.RMSNorm                 none
+    partial RoPE            rope_table, msa.apply_rope  the config's rotary_dim is ignored there, and so here
+    GQA, QK norm            msa.MSA                     none
+    index branch, top-k     msa.select_blocks           ties between equal scores go to the lower id; torch.topk breaks them otherwise
+    SwiGLU-OAI              swiglu_oai, MLP             none
+    MoE                     MoE                         experts run grouped on CUDA in bf16; there one by one
+    ViT, 3-axis RoPE        vit3d.ViT                   Conv3d with stride = kernel is a Linear here; segments of one length are batched
+    projector               vit3d.Projector             none
+    visual tokens           M3.embed                    none
+    index KL, balancing     msa.index_kl, M3.balance    training only: the released code holds inference alone
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from msa import MSA, RMSNorm
+from vit3d import Projector, ViT, ViTConfig
+
+
+@dataclass
+class M3Config:
+    """Released names and, but for layer_types and mlp_layer_types (None: the first three layers dense), released sizes."""
+
+    vocab_size: int = 200064
+    hidden_size: int = 6144
+    num_hidden_layers: int = 60
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    partial_rotary_factor: float = 0.5  # the share of each head's dims that RoPE turns
+    rope_theta: float = 5e6
+    rms_norm_eps: float = 1e-6
+    layer_types: list = None  # "full_attention" or "minimax_m3_sparse", a layer each
+    mlp_layer_types: list = None  # "dense" or "sparse" (MoE), a layer each
+    dense_intermediate_size: int = 12288
+    intermediate_size: int = 3072  # of one expert
+    shared_intermediate_size: int = 3072  # of the shared expert
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    index_n_heads: int = 4  # one a KV head
+    index_head_dim: int = 128
+    index_block_size: int = 128
+    index_topk_blocks: int = 16
+    index_local_blocks: int = 1
+    max_position_embeddings: int = 524288
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    projector_hidden_size: int = 6144
+    image_token_id: int = 200025
+    video_token_id: int = 200026
+    vision: ViTConfig = field(default_factory=ViTConfig)
+    attention: str = "msa"  # ours, see msa.MSA: what the sparse layers do
+    index_detach: bool = True  # ours: keep the index KL out of the rest of the model
+    index_kl_coef: float = 1.0  # ours: lambda, unpublished
+
+    def __post_init__(self):
+        n = self.num_hidden_layers
+        self.layer_types = self.layer_types or ["full_attention"] * min(3, n) + ["minimax_m3_sparse"] * (n - 3)
+        self.mlp_layer_types = self.mlp_layer_types or ["dense"] * min(3, n) + ["sparse"] * (n - 3)
+        for name, kinds in (("layer_types", ("full_attention", "minimax_m3_sparse")), ("mlp_layer_types", ("dense", "sparse"))):
+            got = getattr(self, name)
+            if len(got) != n or not set(got) <= set(kinds):
+                raise ValueError(f"{name} must give one of {kinds} for each of {n} layers, not {got}")
+        if self.rotary_dim % 2 or self.rotary_dim < 2:
+            raise ValueError(f"head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor}: {self.rotary_dim} rotated dims must be even")
+        if "minimax_m3_sparse" in self.layer_types:
+            if self.index_head_dim < self.rotary_dim:
+                raise ValueError(f"index_head_dim {self.index_head_dim} is less than the {self.rotary_dim} rotated dims: the rotation would break")
+            if self.index_local_blocks != 1:
+                raise ValueError(f"index_local_blocks must be 1, not {self.index_local_blocks}")
+            if self.index_n_heads != self.num_key_value_heads:
+                raise ValueError(f"index_n_heads {self.index_n_heads} must equal num_key_value_heads {self.num_key_value_heads}: one per group")
+        if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} must lie in 1..num_local_experts {self.num_local_experts}")
+
+    @property
+    def rotary_dim(self):
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def to_dict(self):
+        """Plain data, for checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, d):
+        """The inverse of to_dict. ValueError names a key that is no field."""
+        d = dict(d)
+        vision = d.pop("vision", {})
+        for have, known in ((d, fields(cls)), (vision, fields(ViTConfig))):
+            for k in have:
+                if k not in {f.name for f in known}:
+                    raise ValueError(f"config has an unknown field {k!r}")
+        return cls(vision=ViTConfig(**vision), **d)
+
+
+@dataclass
+class M3Output:
+    logits: torch.Tensor | None  # [B,T,V], or [B,1,V] with last_only; None when targets were given: training never holds them all
+    loss: torch.Tensor | None  # lm_loss + index_kl_coef * index_kl
+    lm_loss: torch.Tensor | None  # mean over this call's unmasked targets
+    index_kl: torch.Tensor  # plain sum over layers
+
+
+def rope_table(pos, rotary_dim, theta):
+    """pos [B,T] -> cos, sin [B,T,R] fp32; the two halves are the same, so that dim i pairs with i + R/2."""
+    freq = theta ** -(torch.arange(0, rotary_dim, 2, device=pos.device, dtype=torch.float32) / rotary_dim)  # [R/2]
+    angle = pos[..., None].float() * freq
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# MLP and mixture of experts
+
+
+def swiglu_oai(x, alpha, limit):
+    """x [..., 2I] = gate | up -> [..., I]: gate clamped above, up on both sides, (up + 1) * gate * sigmoid(alpha * gate)."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+class MLP(nn.Module):
+    def __init__(self, c, width):
+        super().__init__()
+        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+        self.gate_up_proj = nn.Linear(c.hidden_size, 2 * width, bias=False)
+        self.down_proj = nn.Linear(width, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(swiglu_oai(self.gate_up_proj(x), self.alpha, self.limit))
+
+
+class Experts(nn.Module):
+    """All experts of a layer as two 3-D tensors, as released: gate_up_proj [E,2I,C], down_proj [E,C,I]."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+        self.gate_up_proj = nn.Parameter(torch.empty(c.num_local_experts, 2 * c.intermediate_size, c.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(c.num_local_experts, c.hidden_size, c.intermediate_size))
+
+    def forward(self, x, load):
+        """x [M,C] sorted by expert, load [E] rows of each -> [M,C]."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+        if x.is_cuda and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0) and hasattr(F, "grouped_mm"):
+            ends = load.cumsum(0).int()  # one kernel for all experts, and the host never learns the loads
+            h = F.grouped_mm(x, up.transpose(1, 2), offs=ends)  # [M,2I]
+            return F.grouped_mm(swiglu_oai(h, self.alpha, self.limit), down.transpose(1, 2), offs=ends)
+        parts = x.split(load.tolist())
+        return torch.cat([F.linear(swiglu_oai(F.linear(p, up[e]), self.alpha, self.limit), down[e]) for e, p in enumerate(parts)])
+
+
+class Router(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(c.num_local_experts, c.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(c.num_local_experts))
+
+
+class MoE(nn.Module):
+    """Sigmoid scores; the correction bias helps to CHOOSE the experts only; the chosen scores are renormalised, the routed sum is scaled,
+    one shared expert is added unscaled. In training the bias balances the load instead of an auxiliary loss, see M3.balance."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.k, self.scaling = c.num_experts_per_tok, c.routed_scaling_factor
+        self.gate, self.experts = Router(c), Experts(c)
+        self.shared_experts = MLP(c, c.shared_intermediate_size)
+        self.register_buffer("load", torch.zeros(c.num_local_experts), persistent=False)  # tokens per expert since the last balance()
+
+    def route(self, x):
+        """x [N,C] -> experts [N,k], weights [N,k]; in fp32 whatever the autocast: near-ties decide which expert learns."""
+        with torch.autocast(x.device.type, enabled=False):
+            scores = F.linear(x.float(), self.gate.weight.float()).sigmoid()  # [N,E]
+        chosen = (scores + self.gate.e_score_correction_bias).topk(self.k, dim=-1, sorted=False).indices
+        weights = scores.gather(1, chosen)
+        return chosen, weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        x = x.reshape(B * T, C)
+        chosen, weights = self.route(x)
+        flat = chosen.flatten()  # [N*k]
+        load = torch.zeros_like(self.load, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat))
+        if self.training:
+            self.load += load
+        order = flat.argsort(stable=True)
+        y = self.experts(x.index_select(0, order // self.k), load)  # [N*k,C], sorted by expert
+        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
+        y = y.index_select(0, back).view(B * T, self.k, C)
+        routed = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1) * self.scaling
+        return (routed + self.shared_experts(x)).view(B, T, C)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Cache
+
+
+class Cache:
+    """Preallocated keys, values and index keys of every layer, for `batch` rows of up to `capacity` positions.
+
+    k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the first append, in
+    the dtype and on the device of what is appended; what lies beyond lens is never read.
+    """
+
+    def __init__(self, config, batch, capacity):
+        n = config.num_hidden_layers
+        self.batch, self.capacity = batch, capacity
+        self.k, self.v, self.ik = [None] * n, [None] * n, [None] * n
+        self.lens = torch.zeros(batch, dtype=torch.int32)
+
+    def check(self, T):
+        if (most := int(self.lens.max()) + T) > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, {most} are needed")
+
+    def append(self, layer, k, v, ik=None):
+        """Write T new positions of every row behind its lens -> the whole k, v, ik and the new lengths (lens itself moves in M3.forward)."""
+        B, T = k.shape[:2]
+        if self.k[layer] is None:
+            new = lambda x: None if x is None else x.new_zeros(B, self.capacity, *x.shape[2:])
+            self.k[layer], self.v[layer], self.ik[layer] = new(k), new(v), new(ik)
+        rows = torch.arange(B, device=k.device)[:, None]
+        at = self.lens.to(k.device).long()[:, None] + torch.arange(T, device=k.device)  # [B,T]
+        for store, x in ((self.k, k), (self.v, v), (self.ik, ik)):
+            if x is not None:
+                store[layer][rows, at] = x
+        return self.k[layer], self.v[layer], self.ik[layer], self.lens + T
+
+    def truncate(self, lens):
+        """Forget everything from position lens[b] on, row by row."""
+        lens = torch.as_tensor(lens, dtype=torch.int32, device=self.lens.device).expand(self.batch)
+        if (lens > self.lens).any() or (lens < 0).any():
+            raise ValueError(f"truncate to {lens.tolist()}: rows hold {self.lens.tolist()}")
+        self.lens = lens.clone()
+
+    def select(self, rows):
+        """Keep these rows, in this order; a row may be repeated (one prompt, many samples)."""
+        for store in (self.k, self.v, self.ik):
+            for i, x in enumerate(store):
+                store[i] = None if x is None else x[rows.to(x.device)]
+        self.lens = self.lens[rows.to(self.lens.device)]
+        self.batch = len(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class Block(nn.Module):
+    def __init__(self, c, i):
+        super().__init__()
+        self.self_attn = MSA(c, sparse=c.layer_types[i] == "minimax_m3_sparse", layer=i)
+        self.mlp = MoE(c) if c.mlp_layer_types[i] == "sparse" else MLP(c, c.dense_intermediate_size)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x, cos, sin, cache=None, warmup=False):
+        """-> x, index KL. The KL leaves as a return value: kept on the side, activation checkpointing would silently drop its gradient."""
+        a, kl = self.self_attn(self.input_layernorm(x), cos, sin, cache, warmup)
+        x = x + a
+        return x + self.mlp(self.post_attention_layernorm(x)), kl
+
+
+def chunked_loss(x, weight, targets, chunk=4096):
+    """Sum of cross entropies of x [N,C] @ weight.T against targets [N], -100 ignored, a chunk of rows at a time: [N,V] never exists."""
+
+    def part(x, weight, y):
+        return F.cross_entropy(F.linear(x, weight).float(), y, ignore_index=-100, reduction="sum")
+
+    total = x.new_zeros((), dtype=torch.float32)
+    for a, y in zip(x.split(chunk), targets.split(chunk)):
+        total = total + checkpoint(part, a, weight, y, use_reentrant=False)
+    return total
+
+
+class M3(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Block(c, i) for i in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.vision_tower = ViT(c.vision)
+        self.multi_modal_projector = Projector(c.vision.hidden_size, c.projector_hidden_size, c.hidden_size, c.vision.spatial_merge_size)
+        self.checkpoint_layers = False  # activation checkpointing: recompute each layer in the backward pass, for long contexts
+        self.reset_parameters()
+        if c.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def reset_parameters(self):
+        """Matrices N(0, initializer_range); what writes to the residual stream is scaled by 1 / sqrt(2 layers), our choice (GPT-2's)."""
+        c = self.config
+        for name, p in self.named_parameters():
+            if p.ndim >= 2:
+                std = c.initializer_range
+                if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
+                    std /= (2 * c.num_hidden_layers) ** 0.5
+                nn.init.normal_(p, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def embed(self, tokens, patches, grids):
+        """Token embeddings [B,T,C], placeholders replaced by the visual tokens in the order of the flattened batch."""
+        c = self.config
+        x = self.embed_tokens(tokens)
+        place = (tokens == c.image_token_id) | (tokens == c.video_token_id)
+        want = int(place.sum())
+        have = 0 if patches is None else len(patches) // c.vision.spatial_merge_size**2
+        if want != have:
+            raise ValueError(f"{want} placeholder tokens, but {have} visual tokens")
+        if patches is not None:
+            seen = self.multi_modal_projector(self.vision_tower(patches, grids))  # [visual tokens, C]
+            x = x.masked_scatter(place.unsqueeze(-1), seen.to(x.dtype))
+        return x
+
+    def forward(self, tokens, patches=None, grids=None, targets=None, cache=None, warmup=False, last_only=False):
+        """tokens [B,T] (with a cache: the T that follow each row's lens), patches [N,P] and grids [n,3] of every picture and clip in the order
+        of their placeholders, targets [B,T] already shifted, -100 ignored -> M3Output.
+
+        warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual tokens differ
+        in number, or the cache would overflow; nothing is written then.
+        """
+        c = self.config
+        B, T = tokens.shape
+        if cache is not None:
+            cache.lens = cache.lens.to(tokens.device)
+            cache.check(T)
+        x = self.embed(tokens, patches, grids)
+        pos = torch.arange(T, device=tokens.device)[None]
+        cos, sin = rope_table(pos if cache is None else pos + cache.lens[:, None], c.rotary_dim, c.rope_theta)
+        kl = torch.zeros((), device=x.device)
+        for layer in self.layers:
+            if self.checkpoint_layers and self.training:
+                x, layer_kl = checkpoint(layer, x, cos, sin, None, warmup, use_reentrant=False)
+            else:
+                x, layer_kl = layer(x, cos, sin, cache, warmup)
+            kl = kl + layer_kl
+        if cache is not None:
+            cache.lens = cache.lens + T
+        x = self.norm(x[:, -1:] if last_only else x)
+        if targets is None:
+            return M3Output(self.lm_head(x), None, None, kl)
+        n = (targets >= 0).sum().clamp(min=1)
+        lm_loss = chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten()) / n
+        return M3Output(None, lm_loss + c.index_kl_coef * kl, lm_loss, kl)
+
+    @torch.no_grad()
+    def balance(self, rate):
+        """Move every MoE's correction bias by `rate` towards the experts that got less than their share since the last call, and away from
+        those that got more (auxiliary-loss-free balancing, as in DeepSeek-V3). Counts are summed over processes."""
+        for m in self.modules():
+            if isinstance(m, MoE):
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    torch.distributed.all_reduce(m.load)
+                m.gate.e_score_correction_bias += rate * torch.sign(m.load.mean() - m.load)
+                m.load.zero_()
+
+    def compile_layers(self):
+        """torch.compile every decoder and ViT layer in place: equal layers share one compilation, and it takes seconds instead of minutes."""
+        for layer in [*self.layers, *self.vision_tower.layers]:
+            layer.compile()
+
+    # ---- sizes ----
+
+    def parameters_total(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def parameters_active(self, embeddings=True):
+        """Parameters a text token passes through: k of the E experts, no ViT; with or without embedding and head."""
+        c = self.config
+        n = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
+        idle = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        n -= idle * (c.num_local_experts - c.num_experts_per_tok) // c.num_local_experts
+        return n + (self.embed_tokens.weight.numel() + self.lm_head.weight.numel() if embeddings else 0)
+
+    def flops_per_token(self, context):
+        """Forward FLOPs of one text token in the middle of `context`: 2 for each active weight (head in, embedding out), and attention:
+        4 H D for each key looked at, 2 Hkv Di for each key indexed; on average context / 2 keys are visible."""
+        c = self.config
+        n = 2 * (self.parameters_active(False) + self.lm_head.weight.numel())
+        for kind in c.layer_types:
+            sparse = kind == "minimax_m3_sparse" and c.attention != "dense"
+            keys = min(c.index_topk_blocks * c.index_block_size, context / 2) if sparse else context / 2
+            n += 4 * c.num_attention_heads * c.head_dim * keys
+            if sparse and c.attention in ("msa", "shared", "token"):
+                n += 2 * c.num_key_value_heads * c.index_head_dim * context / 2
+        return n
+
+    # ---- the released weights ----
+
+    @classmethod
+    def from_hf(cls, config, state_dict):
+        """The released architecture's config (its to_dict()) and IN-MEMORY state dict -> our model with the same numbers.
+
+        state_dict is that of MiniMaxM3SparseForConditionalGeneration, with fused expert tensors. ValueError names a config field that cannot
+        be expressed here, or the first tensor that is missing, left over or of another shape.
+        """
+        model = cls(config_from_hf(config))
+        ours, theirs = model.state_dict(), {}
+        for k, v in state_dict.items():
+            k = hf_name_to_ours(k)
+            if k == "vision_tower.embed.weight":
+                v = v.flatten(1)  # Conv3d kernel [out, C, tp, p, p] -> [out, C*tp*p*p]
+            theirs[k] = v
+        if model.config.tie_word_embeddings:
+            theirs.setdefault("lm_head.weight", theirs.get("embed_tokens.weight"))
+        for what, names in (("is missing", ours.keys() - theirs.keys()), ("is not expected", theirs.keys() - ours.keys())):
+            if names:
+                raise ValueError(f"state dict: {sorted(names)[0]} {what} ({len(names)} such)")
+        for k, v in theirs.items():
+            if v.shape != ours[k].shape:
+                raise ValueError(f"state dict: {k} has shape {list(v.shape)}, expected {list(ours[k].shape)}")
+        model.load_state_dict(theirs)
+        return model
+
+    def to_hf(self):
+        """The state dict under the released names and shapes; the inverse of from_hf."""
+        v = self.config.vision
+        out = {}
+        for k, x in self.state_dict().items():
+            k = k.replace("_orig_mod.", "")
+            if k == "vision_tower.embed.weight":
+                x = x.view(-1, v.num_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
+            out[our_name_to_hf(k)] = x
+        return out
+
+
+# ours -> released, piece by piece of a name
+VISION_NAMES = [("embed.", "embeddings.proj."), ("pre_norm.", "pre_layrnorm."), (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."), (".fc1.", ".mlp.fc1."), (".fc2.", ".mlp.fc2.")]
+VISION_NAMES += [(f".{x}_proj.", f".self_attn.{x}_proj.") for x in ("q", "k", "v", "out")]
+INDEX_NAMES = [(f"index_{x}", f"indexer.{x}") for x in ("q_proj", "k_proj", "q_norm", "k_norm")]
+
+
+def our_name_to_hf(k):
+    if k.startswith("vision_tower."):
+        for a, b in VISION_NAMES:
+            k = k.replace(a, b)
+        return f"model.{k}"
+    if k.startswith("multi_modal_projector."):
+        return f"model.{k}"
+    if k.startswith("lm_head."):
+        return k
+    for a, b in INDEX_NAMES:
+        k = k.replace(a, b)
+    return f"model.language_model.{k}"
+
+
+def hf_name_to_ours(k):
+    k = k.removeprefix("model.").removeprefix("language_model.")
+    for a, b in VISION_NAMES if k.startswith("vision_tower.") else INDEX_NAMES:
+        k = k.replace(b, a)
+    return k
+
+
+def config_from_hf(config):
+    """The released config as a dict -> M3Config. ValueError names a field whose value has no counterpart here."""
+    t, v = dict(config["text_config"]), dict(config["vision_config"])
+    rope = t.get("rope_parameters") or {}
+    for have, name, fixed in (
+        (rope, "rope_type", "default"),
+        (t, "attention_dropout", 0.0),
+        (t, "hidden_act", "silu"),
+        (v, "hidden_act", "gelu"),
+        (v, "attention_dropout", 0.0),
+        (v.get("rope_parameters") or {}, "rope_type", "axial"),
+    ):
+        if have.get(name, fixed) != fixed:
+            raise ValueError(f"{name} {have[name]!r} cannot be expressed: only {fixed!r}")
+    ours = {f.name for f in fields(M3Config)} - {"vision", "attention", "index_detach", "index_kl_coef"}
+    kw = {k: x for k, x in t.items() if k in ours}
+    n = t["num_hidden_layers"]
+    kw["layer_types"] = t.get("layer_types") or ["full_attention"] * n  # transformers' defaults, not the released lists
+    kw["mlp_layer_types"] = t.get("mlp_layer_types") or ["sparse"] * n
+    kw |= {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "rope_theta": rope.get("rope_theta", 5e6)}
+    kw |= {"image_token_id": config["image_token_index"], "video_token_id": config["video_token_index"]}
+    kw |= {"projector_hidden_size": config["projector_hidden_size"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    vision = {k: x for k, x in v.items() if k in {f.name for f in fields(ViTConfig)}}
+    vision["rope_theta"] = (v.get("rope_parameters") or {}).get("rope_theta", 1e4)
+    return M3Config(vision=ViTConfig(**vision), **kw)
+
+
+def main():
+    small = M3Config(
+        vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, dense_intermediate_size=128,
+        intermediate_size=64, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=16,
+        index_block_size=8, index_topk_blocks=3, projector_hidden_size=64, image_token_id=510, video_token_id=511,
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], mlp_layer_types=["dense", "sparse", "sparse"],
+        vision=ViTConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, temporal_patch_size=1),
+    )  # fmt: skip
+    with torch.device("meta"):
+        released = M3(M3Config())
+    for name, m in (("small", M3(small)), ("released", released)):
+        total, active, bare = m.parameters_total(), m.parameters_active(), m.parameters_active(embeddings=False)
+        print(f"{name}: {total / 1e9:.4g}B parameters, {active / 1e9:.4g}B active a token ({bare / 1e9:.4g}B without embedding and head), ", end="")
+        print(", ".join(f"{m.flops_per_token(n) / 1e9:.4g} GFLOP a token at {n:,}" for n in (4096, 1 << 20)))
+    torch.manual_seed(0)
+    model = M3(small).eval()
+    tokens = torch.randint(0, 500, (1, 60))
+    with torch.no_grad():
+        whole, cache = model(tokens).logits, Cache(small, 1, 64)
+        pieces = torch.cat([model(part, cache=cache).logits for part in tokens.split(7, dim=1)], dim=1)
+    print(f"60 tokens at once and in sevens through the cache: largest difference {(whole - pieces).abs().max().item():.0e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,461 @@
+"""MiniMax Sparse Attention (MSA) in plain PyTorch: slow, obvious, fp32 inside. The Triton versions of the same functions are in kernels.py.
+
+    python msa.py                       a demonstration on the CPU: shapes, one equality, one number
+
+The idea (arXiv 2606.13392). Full attention lets each query look at all S keys. MSA first asks a tiny second attention, the INDEX
+BRANCH, which keys matter, and lets the MAIN BRANCH look at those only:
+
+    index branch   Hkv query heads and ONE key head, all keys, no values: token scores iq . ik / sqrt(Di)
+    selection      keys are grouped in blocks of 128; a block scores as its best visible token; each query keeps K = 16 blocks
+                   PER KV HEAD (group): the block it stands in, always, and the K - 1 best of the others
+    main branch    ordinary softmax attention of the G = H / Hkv query heads of a group over the kept blocks (2,048 tokens)
+    learning       choosing is not differentiable, so the language-model loss never reaches the index branch. It learns by imitation:
+                   KL(teacher || student) over the kept tokens, teacher = the main branch's own attention, averaged over the G heads
+
+Why each group keeps its own blocks: KV heads look for different things. One selection for all of them (DeepSeek's DSA) must
+compromise. Why blocks and not tokens: contiguous reads, and a top-k over S / 128 entries instead of S.
+
+Shapes used everywhere:  q [B,T,H,D]   k,v [B,S,Hkv,D]   iq [B,T,Hkv,Di]   ik [B,S,Di]   ids [B,Hkv,T,K]   lens [B]
+Queries are the LAST T of each row: row b holds lens[b] valid keys (None: all S) and query t stands at position lens[b] - T + t. So the
+same function serves training (T == S), chunked prefill and decode (T == 1) on a preallocated cache. A query at a negative
+position sees nothing: ids -1, output 0, lse -inf, and no part in any loss.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ATTENTION = ("msa", "dense", "shared", "token", "local", "random")  # what config.attention may be, see MSA.select
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Norm and rotary positions, shared with model.py
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight) over the last dim, in fp32; weight starts at zero (released model: MiniMaxM3VLRMSNorm)."""
+
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Rotate the first R dims of every head, pairing dim i with i + R/2; the other dims pass unchanged ("partial RoPE").
+
+    x [B,T,H,D], cos and sin [B or 1,T,R] (the two halves repeat each other). Raises ValueError if R > D.
+    """
+    R = cos.shape[-1]
+    if R > x.shape[-1]:
+        raise ValueError(f"RoPE rotates {R} dims but the head has only {x.shape[-1]}")
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B,T,1,R]
+    rot, rest = x[..., :R].float(), x[..., R:]
+    turned = torch.cat((-rot[..., R // 2 :], rot[..., : R // 2]), dim=-1)
+    return torch.cat(((rot * cos + turned * sin).to(x.dtype), rest), dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Which implementation runs
+
+
+@functools.cache
+def _say_once(line):
+    print(line)
+
+
+def _kernels(backend, q, **shape):
+    """The kernels module if it is to be used, else None. backend: "torch", "triton", or None = Triton on CUDA, torch elsewhere."""
+    if backend not in (None, "torch", "triton"):
+        raise ValueError(f'backend must be "torch", "triton" or None, not {backend!r}')
+    if backend == "torch" or (backend is None and not q.is_cuda):
+        return None
+    try:
+        import kernels
+    except ImportError as e:
+        if backend == "triton":
+            raise
+        _say_once(f"msa: no Triton here ({e}): using the PyTorch reference")
+        return None
+    why = kernels.supported(dtype=q.dtype, **shape)
+    if why is not None:
+        _say_once(f"msa: {why}: using the PyTorch reference")
+        return None
+    return kernels
+
+
+def _check(q, k, lens, name="q"):
+    T, S = q.shape[1], k.shape[1]
+    if lens is None:
+        if T > S:
+            raise ValueError(f"{name} has {T} positions but the keys only {S}: queries are the last T of S")
+    elif lens.shape != (q.shape[0],) or lens.is_floating_point():
+        raise ValueError(f"lens must be an integer tensor of shape [{q.shape[0]}], not {lens.dtype} {list(lens.shape)}")
+
+
+def query_positions(B, T, S, lens, device):
+    """Absolute position of every query, [B,T]; negative where the row is shorter than T."""
+    last = torch.full((B,), S, device=device) if lens is None else lens.long()
+    return last[:, None] - T + torch.arange(T, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Selection
+
+
+def pick_blocks(scores, pos, block_size, topk):
+    """Keep `topk` blocks for every query from block scores: the local block always, then the best others, ties to the lower id.
+
+    scores [B,Hkv,T,nb] with -inf where no token of the block is visible; pos [B,T].  Returns ids [B,Hkv,T,topk] int32, -1 after the valid.
+    """
+    nb = scores.shape[-1]
+    block = torch.arange(nb, device=scores.device)
+    local = (pos // block_size)[:, None, :, None]  # [B,1,T,1]; negative for a query that stands nowhere
+    scores = scores.masked_fill(block == local, float("inf"))
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :topk]  # stable: ties to the lower id
+    ids = order.masked_fill(order > local, -1)  # a block after the local one has no visible token
+    ids = F.pad(ids, (0, topk - ids.shape[-1]), value=-1)  # fewer blocks than topk
+    return ids.int()
+
+
+def select_blocks(iq, ik, block_size, topk, lens=None, backend=None):
+    """The block ids each query keeps, one selection per KV group (paper eq. 4-6; released MiniMaxM3VLIndexer).
+
+    iq [B,T,Hkv,Di], ik [B,S,Di] -> ids [B,Hkv,T,topk] int32, valid ids first, -1 after. No gradient flows.
+    A token's score is iq . ik (the 1 / sqrt(Di) of the loss does not change the order); a block's is the max over its visible tokens.
+    NaN ranks lowest. Raises ValueError if block_size or topk is not positive, or T > S.
+    """
+    if block_size < 1 or topk < 1:
+        raise ValueError(f"block_size and topk must be positive, not {block_size} and {topk}")
+    _check(iq, ik, lens, "iq")
+    iq, ik = iq.detach(), ik.detach()
+    B, T, Hkv, Di = iq.shape
+    S = ik.shape[1]
+    fast = _kernels(backend, iq, D=Di, block_size=block_size, topk=topk)
+    if fast is not None:
+        return fast.select_blocks(iq, ik, block_size, topk, lens)
+    pos = query_positions(B, T, S, lens, iq.device)  # [B,T]
+    nb = -(-S // block_size)
+    step = max(1, 2**24 // (B * Hkv * S))  # query rows at a time, so that T x S scores never stand in memory at once
+    chunks = []
+    for t in range(0, T, step):
+        p = pos[:, t : t + step]
+        s = torch.einsum("bthd,bsd->bhts", iq[:, t : t + step].float(), ik.float())  # [B,Hkv,t,S] token scores
+        s = s.nan_to_num(nan=torch.finfo(s.dtype).min, posinf=torch.finfo(s.dtype).max)
+        s = s.masked_fill(torch.arange(S, device=s.device) > p[:, None, :, None], float("-inf"))
+        s = F.pad(s, (0, nb * block_size - S), value=float("-inf"))
+        chunks.append(pick_blocks(s.unflatten(-1, (nb, block_size)).amax(-1), p, block_size, topk))  # [B,Hkv,t,topk]
+    return torch.cat(chunks, dim=2)
+
+
+def local_blocks(B, T, S, Hkv, block_size, topk, lens, device):
+    """For comparison: the last `topk` blocks, a sliding window. ids [B,Hkv,T,topk]."""
+    local = query_positions(B, T, S, lens, device)[:, None, :, None] // block_size  # [B,1,T,1]
+    ids = local - torch.arange(topk, device=device)
+    return ids.clamp(min=-1).int().expand(B, Hkv, T, topk)
+
+
+def random_blocks(B, T, S, Hkv, block_size, topk, lens, device):
+    """For comparison: the local block and `topk` - 1 visible blocks drawn at random, anew at every call. ids [B,Hkv,T,topk]."""
+    pos = query_positions(B, T, S, lens, device)
+    nb = -(-S // block_size)
+    scores = torch.rand(B, Hkv, T, nb, device=device)
+    hidden = torch.arange(nb, device=device) > (pos // block_size)[:, None, :, None]
+    return pick_blocks(scores.masked_fill(hidden, float("-inf")), pos, block_size, topk)
+
+
+def support(ids, block_size, S, pos):
+    """The tokens a query may attend to: those of its selected blocks that are visible.  ids [B,Hkv,T,K] (None: all blocks) -> bool [B,Hkv,T,S].
+
+    Ids below 0 or past the last block select nothing, duplicates select once.
+    """
+    visible = torch.arange(S, device=pos.device) <= pos[:, None, :, None]  # [B,1,T,S]
+    if ids is None:
+        return visible
+    nb = -(-S // block_size)
+    kept = torch.zeros(*ids.shape[:-1], nb + 1, dtype=torch.bool, device=ids.device)  # the last column takes the invalid ids
+    kept.scatter_(-1, torch.where((ids < 0) | (ids >= nb), nb, ids).long(), True)
+    return kept[..., :nb].repeat_interleave(block_size, dim=-1)[..., :S] & visible  # [B,Hkv,T,S]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Attention over a support
+
+
+def _logits(q, k, scale):
+    """[B,T,H,D] x [B,S,Hkv,D] -> [B,Hkv,G,T,S] in fp32: head h belongs to group h // G."""
+    q = q.float().unflatten(2, (k.shape[2], -1))  # [B,T,Hkv,G,D]
+    return torch.einsum("bthgd,bshd->bhgts", q, k.float()) * scale
+
+
+def _blank_tail(x, lens):
+    """Zero the memory beyond each row's length: it may hold anything, and 0 * NaN is NaN."""
+    if lens is None:
+        return x
+    valid = torch.arange(x.shape[1], device=x.device) < lens[:, None]  # [B,S]
+    return torch.where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), x, 0.0)
+
+
+def attention_weights(q, k, ids, block_size, lens=None, scale=None):
+    """The softmax over each query's support: p [B,Hkv,G,T,S] fp32 (all zero where nothing is visible), lse [B,H,T] fp32."""
+    B, T, H, D = q.shape
+    S, Hkv = k.shape[1], k.shape[2]
+    _check(q, k, lens)
+    if H % Hkv:
+        raise ValueError(f"{H} query heads cannot be shared evenly by {Hkv} KV heads")
+    scale = D**-0.5 if scale is None else scale
+    ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).unsqueeze(2)  # [B,Hkv or 1,1,T,S]
+    some = ok.any(-1, keepdim=True)  # a query with no token to look at: weights 0, lse -inf, and no NaN gradient
+    logits = _logits(q, _blank_tail(k, lens), scale).masked_fill(~ok, float("-inf")).masked_fill(~some, 0.0)  # [B,Hkv,G,T,S]
+    p = logits.softmax(-1).masked_fill(~some, 0.0)
+    lse = logits.detach().logsumexp(-1).masked_fill(~some.squeeze(-1), float("-inf")).flatten(1, 2)  # [B,H,T]
+    return p, lse
+
+
+def _attend(q, k, v, ids, block_size, lens, scale):
+    p, lse = attention_weights(q, k, ids, block_size, lens, scale)
+    out = torch.einsum("bhgts,bshd->bthgd", p, _blank_tail(v, lens).float()).flatten(2, 3)  # [B,T,H,D]
+    return out.to(q.dtype), lse
+
+
+def sparse_attention(q, k, v, ids, block_size, lens=None, scale=None, backend=None):
+    """Exact softmax attention over the visible tokens of the selected blocks (paper eq. 7).
+
+    q [B,T,H,D], k and v [B,S,Hkv,D], ids [B,Hkv,T,K] -> out [B,T,H,D], lse [B,H,T] fp32 (natural log, carries no gradient).
+    scale None is 1 / sqrt(D). Future blocks, duplicates and -1 in ids are harmless. With S <= K * block_size this IS dense attention.
+    Raises ValueError if T > S without lens, or H is no multiple of Hkv.
+    """
+    fast = _kernels(backend, q, D=q.shape[3], block_size=block_size, topk=ids.shape[3], H=q.shape[2], Hkv=k.shape[2])
+    if fast is not None:
+        _check(q, k, lens)
+        return fast.sparse_attention(q, k, v, ids, block_size, lens, scale)
+    return _attend(q, k, v, ids, block_size, lens, scale)
+
+
+def dense_attention(q, k, v, lens=None, scale=None):
+    """Causal attention over everything visible, with its lse: the warm-up's main branch and every comparison's baseline.
+
+    q [B,T,H,D], k and v [B,S,Hkv,D] -> out [B,T,H,D], lse [B,H,T] fp32 (natural log, carries no gradient).
+    On CUDA in half precision with T == S this is PyTorch's flash attention, elsewhere the reference.
+    """
+    if q.is_cuda and lens is None and q.shape[1] == k.shape[1] and q.dtype in (torch.bfloat16, torch.float16):
+        G = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(G, dim=2) for x in (k, v))  # [B,S,H,D]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, True, scale=scale
+        )[:2]
+        return out.transpose(1, 2), lse.detach()
+    return _attend(q, k, v, None, 1, lens, scale)
+
+
+def full_attention(q, k, v, lens=None):
+    """What dense_attention computes, without the lse, through torch's fastest scaled_dot_product_attention. -> [B,T,H,D]"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,D], [B,Hkv,S,D]
+    if lens is None and q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    B, T, S = q.shape[0], q.shape[2], k.shape[2]
+    pos = query_positions(B, T, S, lens, q.device)
+    ok = torch.arange(S, device=q.device) <= pos[:, None, :, None]  # [B,1,T,S]
+    if lens is not None:
+        k, v = (_blank_tail(x.transpose(1, 2), lens).transpose(1, 2) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=ok | (pos < 0)[:, None, :, None], enable_gqa=True)
+    return out.masked_fill((pos < 0)[:, None, :, None], 0.0).transpose(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# How the index branch learns
+
+
+def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=None):
+    """KL(teacher || student) over each query's support, mean over the (row, query, group) with a support: a scalar (paper eq. 8-9).
+
+    teacher: softmax of each of the G heads' main logits over the support, THEN the mean of the G distributions (no gradient);
+    student: softmax of iq . ik / sqrt(Di) over the same support. d loss / d student logit = (student - teacher) / count.
+    q [B,T,H,D], k [B,S,Hkv,D], iq [B,T,Hkv,Di], ik [B,S,Di], ids [B,Hkv,T,K]; lse [B,H,T] is what sparse_attention returned for these
+    ids. ids None means the whole causal prefix (the warm-up), lse then dense_attention's. Only iq and ik receive a gradient.
+    """
+    B, T, H, D = q.shape
+    S, Di = k.shape[1], ik.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    topk = 1 if ids is None else ids.shape[3]
+    fast = _kernels(backend, q, D=D, Di=Di, block_size=block_size, topk=topk, H=H, Hkv=k.shape[2])
+    if fast is not None:
+        return fast.index_kl(q.detach(), k.detach(), lse.detach(), iq, ik, ids, block_size, lens, scale)
+    ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).expand(B, k.shape[2], T, S)
+    some = ok.any(-1)  # [B,Hkv,T]
+    with torch.no_grad():
+        rows = lse.unflatten(1, (k.shape[2], -1)).unsqueeze(-1)  # [B,Hkv,G,T,1]
+        each = (_logits(q, _blank_tail(k, lens), scale) - rows).masked_fill(~ok.unsqueeze(2), float("-inf")).exp()
+        teacher = each.mean(2)  # [B,Hkv,T,S]
+    student = torch.einsum("bthd,bsd->bhts", iq.float(), _blank_tail(ik, lens).float()) * Di**-0.5
+    student = student.masked_fill(~ok, float("-inf")).masked_fill(~some.unsqueeze(-1), 0.0).log_softmax(-1)
+    student = student.masked_fill(~ok, 0.0)  # 0 * -inf is NaN
+    kl = (torch.xlogy(teacher, teacher) - teacher * student).sum(-1)  # [B,Hkv,T]
+    return kl.masked_fill(~some, 0.0).sum() / some.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def selection_recall(q, k, ids, block_size, queries=64):
+    """How good a selection is, on at most `queries` evenly spaced queries that had to choose (more visible blocks than K), for T == S.
+
+    Returns (block_recall, score_recall): the share of the K blocks that hold most of the dense attention (group mean; local block
+    included in both) which were selected, and the share of the dense attention that the selected blocks hold. (1, 1) if none chose.
+    """
+    B, T, _, D = q.shape
+    Hkv, K = ids.shape[1], ids.shape[3]
+    first = K * block_size  # the first position that sees more than K blocks
+    if first >= T:
+        return 1.0, 1.0
+    rows = torch.linspace(first, T - 1, min(queries, T - first), device=q.device).long()
+    p = _logits(q[:, rows], k, D**-0.5)  # [B,Hkv,G,n,S]
+    p = p.masked_fill(torch.arange(T, device=q.device) > rows[:, None], float("-inf")).softmax(-1).mean(2)
+    nb = -(-T // block_size)
+    mass = F.pad(p, (0, nb * block_size - T)).unflatten(-1, (nb, block_size)).sum(-1)  # [B,Hkv,n,nb]
+    best = pick_blocks(mass, rows.expand(B, -1), block_size, K)
+    kept = torch.zeros(B, Hkv, len(rows), nb + 1, dtype=torch.bool, device=q.device)
+    chosen = ids[:, :, rows].long()
+    kept.scatter_(-1, torch.where(chosen < 0, nb, chosen), True)
+    hits = kept.gather(-1, best.long())  # every one of these queries has K valid best blocks
+    return hits.float().mean().item(), (mass * kept[..., :nb]).sum(-1).mean().item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The layer
+
+
+class MSA(nn.Module):
+    """Attention of one decoder layer. sparse=False is plain causal GQA, the released model's "full_attention" layers.
+
+    config is a model.M3Config (any object with the fields read below). config.attention says what a sparse layer does:
+        msa      the real thing
+        dense    full attention, no index branch
+        shared   index scores summed over the groups, ONE selection for all KV heads (as DSA does)
+        token    as msa with blocks of one token and the same token budget, K * block
+        local    the last K blocks;  random   the local block and K - 1 random visible ones; neither has an index branch
+    `probe`, if set, is called with (layer, q, k, ids) in every forward, ids None where attention is dense: how train.py measures recall
+    and sample.py draws attention maps.
+    """
+
+    def __init__(self, config, sparse, layer=0):
+        super().__init__()
+        C, self.H, self.Hkv, self.D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if self.H % self.Hkv:
+            raise ValueError(f"num_attention_heads {self.H} is no multiple of num_key_value_heads {self.Hkv}")
+        if config.attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {config.attention!r}")
+        self.layer, self.kind = layer, config.attention if sparse else "dense"
+        self.block_size, self.topk, self.detach = config.index_block_size, config.index_topk_blocks, config.index_detach
+        if self.kind == "token":
+            self.block_size, self.topk = 1, self.topk * self.block_size
+        self.backend, self.probe = None, None
+        self.q_proj = nn.Linear(C, self.H * self.D, bias=False)
+        self.k_proj = nn.Linear(C, self.Hkv * self.D, bias=False)
+        self.v_proj = nn.Linear(C, self.Hkv * self.D, bias=False)
+        self.o_proj = nn.Linear(self.H * self.D, C, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(self.D, config.rms_norm_eps), RMSNorm(self.D, config.rms_norm_eps)
+        self.indexed = self.kind in ("msa", "shared", "token")
+        if self.indexed:
+            if config.index_n_heads != self.Hkv:
+                raise ValueError(f"index_n_heads {config.index_n_heads} must equal num_key_value_heads {self.Hkv}: one per group")
+            if config.index_local_blocks != 1:
+                raise ValueError(f"index_local_blocks must be 1, not {config.index_local_blocks}")
+            self.Di = config.index_head_dim
+            self.index_q_proj = nn.Linear(C, self.Hkv * self.Di, bias=False)
+            self.index_k_proj = nn.Linear(C, self.Di, bias=False)
+            self.index_q_norm = RMSNorm(self.Di, config.rms_norm_eps)
+            self.index_k_norm = RMSNorm(self.Di, config.rms_norm_eps)
+
+    def index(self, x, cos, sin):
+        """The index branch's queries and keys, from the same hidden state and positions as the main branch's."""
+        if self.detach:
+            x = x.detach()  # the KL loss trains these two matrices and norms and nothing else
+        B, T, _ = x.shape
+        iq = apply_rope(self.index_q_norm(self.index_q_proj(x).view(B, T, self.Hkv, self.Di)), cos, sin)
+        ik = apply_rope(self.index_k_norm(self.index_k_proj(x).view(B, T, 1, self.Di)), cos, sin)
+        if self.kind == "shared":  # scores are linear in iq, so summing queries sums scores
+            iq = iq.sum(2, keepdim=True).expand(B, T, self.Hkv, self.Di)
+        return iq, ik.squeeze(2)  # [B,T,Hkv,Di], [B,T,Di]
+
+    def select(self, q, k, iq, ik, lens):
+        B, T, S = q.shape[0], q.shape[1], k.shape[1]
+        if self.kind == "local":
+            return local_blocks(B, T, S, self.Hkv, self.block_size, self.topk, lens, q.device)
+        if self.kind == "random":
+            return random_blocks(B, T, S, self.Hkv, self.block_size, self.topk, lens, q.device)
+        return select_blocks(iq, ik, self.block_size, self.topk, lens, self.backend)
+
+    def forward(self, x, cos, sin, cache=None, warmup=False):
+        """x [B,T,C], cos and sin [B or 1,T,R] -> (out [B,T,C], index KL, a scalar; 0 in eval mode, with a cache, or without an index branch).
+
+        warmup: the main branch is dense and the KL covers the whole causal prefix, so that the index branch learns what it would pick.
+        """
+        B, T, _ = x.shape
+        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)), cos, sin)
+        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)
+        v = self.v_proj(x).view(B, T, self.Hkv, self.D)
+        iq, ik = self.index(x, cos, sin) if self.indexed else (None, None)
+        lens = None
+        if cache is not None:
+            k, v, ik, lens = cache.append(self.layer, k, v, ik)
+        learn = self.indexed and self.training and cache is None
+        kl = torch.zeros((), device=x.device)
+        ids = None
+        if self.kind == "dense":
+            out = full_attention(q, k, v, lens)
+        elif warmup:
+            out, lse = dense_attention(q, k, v, lens)
+            if learn:
+                kl = index_kl(q, k, lse, iq, ik, None, self.block_size, lens, backend=self.backend)
+        else:
+            ids = self.select(q, k, iq, ik, lens)
+            out, lse = sparse_attention(q, k, v, ids, self.block_size, lens, backend=self.backend)
+            if learn:
+                kl = index_kl(q, k, lse, iq, ik, ids, self.block_size, lens, backend=self.backend)
+        if self.probe is not None:
+            self.probe(self, q, k, ids)
+        return self.o_proj(out.reshape(B, T, self.H * self.D)), kl
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+
+
+def main():
+    torch.manual_seed(0)
+    B, T, H, Hkv, D, Di, block, K = 1, 1024, 8, 2, 32, 16, 64, 4
+    nb = T // block
+    # Keys of one block share a topic; the queries of each group ask for a topic of their own choice, different for the two groups.
+    topic = F.normalize(torch.randn(nb, D), dim=-1) * 6
+    k = topic.repeat_interleave(block, dim=0).view(B, T, 1, D) + torch.randn(B, T, Hkv, D)
+    wanted = topic[torch.randint(nb, (B, T, Hkv))].repeat_interleave(H // Hkv, dim=2)  # [B,T,H,D]
+    q, v = wanted + torch.randn(B, T, H, D), torch.randn(B, T, Hkv, D)
+    out, lse = dense_attention(q, k, v)
+    everything = select_blocks(torch.randn(B, T, Hkv, Di), torch.randn(B, T, Di), block, nb)
+    diff = (sparse_attention(q, k, v, everything, block)[0] - out).abs().max().item()
+    print(f"q {list(q.shape)}, k and v {list(k.shape)}: {H} query heads in {Hkv} groups, {nb} blocks of {block} keys, {K} kept a query")
+    print(f"keeping all {nb} blocks IS dense attention: largest difference {diff:.0e}")
+    print("The index branch imitates the main branch (warm-up: KL over everything visible):")
+    wq, wk = (nn.Parameter(torch.randn(D, Di) / D**0.5) for _ in range(2))
+    optimizer = torch.optim.Adam([wq, wk], lr=0.03)
+    for step in range(41):
+        iq, ik = q.unflatten(2, (Hkv, -1)).mean(3) @ wq, k.mean(2) @ wk  # [B,T,Hkv,Di], [B,T,Di]
+        loss = index_kl(q, k, lse, iq, ik, None, block)
+        if step % 20 == 0:
+            ids = select_blocks(iq, ik, block, K)
+            _, mass = selection_recall(q, k, ids, block)
+            print(f"  step {step:2d}: KL {loss.item():.2f}; {K * block} kept tokens hold {mass:.0%} of the dense attention")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for g in range(Hkv):
+        print(f"the last query's group {g} keeps blocks {sorted(ids[0, g, -1].tolist())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Sample from a trained nanoM3: text, pictures and clips in, text out, token by token.
+
+    python sample.py                                            a showcase of the newest run: a contact sheet PNG and a Python completion
+    python sample.py --prompt "def fibonacci(n):"               go on with a text
+    python sample.py --image cat.png                            name or describe a picture
+    python sample.py --image cat.png --prompt "what is on the left?"      ask about it
+    python sample.py --clip frames/ or anim.gif                 describe a clip
+    python sample.py --image cat.png --attention_map map.png    where each generated word looks
+"""
+
+import argparse
+import codecs
+import sys
+import time
+from pathlib import Path
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="Text, pictures and clips in, text out.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--ckpt", metavar="FILE-or-DIR", help="a checkpoint or a training out_dir; default: the newest */ckpt.pt here")
+    p.add_argument("--prompt", metavar="TEXT", help="text to go on with, or a question about the pictures")
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be given several times")
+    p.add_argument("--clip", action="append", default=[], metavar="FILE-or-DIR", help="an animated GIF, WebP or APNG, or a folder of frames")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    p.add_argument("--top_k", type=int, default=0, help="draw from the k most likely tokens only; 0 means all")
+    p.add_argument("--seed", type=int, default=1337, help="of the sampler alone")
+    p.add_argument("--max_tokens", type=int, default=200, help="stop after this many tokens")
+    p.add_argument("--num_samples", type=int, default=1, help="answers to the same prompt, drawn side by side")
+    p.add_argument("--max_context", type=int, help="most tokens of prompt and answer together; default what the model was trained with")
+    p.add_argument("--attention_map", metavar="PNG", help="draw where each generated word looks in the pictures")
+    p.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: the best there is")
+    p.add_argument("--out", default=None, metavar="PNG", help="the showcase's contact sheet; default showcase.png beside the checkpoint")
+    return p.parse_args(argv)
+
+
+def pick(logits, temperature, top_k, generator):
+    """One token per row from logits [n,V]: argmax at temperature 0 (or too small to divide by), else a draw from the top_k (0: all)."""
+    if temperature < 1e-6:
+        return logits.argmax(-1)  # [n]
+    logits = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        floor = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    return logits.softmax(-1).multinomial(1, generator=generator).squeeze(1)
+
+
+def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperature=0.0, top_k=0, seed=1337, num_samples=1, stop=None, capacity=None):
+    """Yield one list of num_samples token ids after the other. A row that has produced `stop` yields None from then on.
+
+    tokens: the prompt, a list of ids; patches [N,P] float and grids [n,3]: its pictures and clips in the order of their placeholders.
+    The prompt runs once, for one row; its keys, values and index keys are then shared out to the num_samples rows of the cache.
+    Raises ValueError on an empty prompt, or one that with max_tokens exceeds `capacity` (default: exactly what is needed).
+    """
+    import torch
+
+    from model import Cache
+
+    if not tokens:
+        raise ValueError("the prompt is empty")
+    if temperature < 0 or top_k < 0 or max_tokens < 1 or num_samples < 1:
+        raise ValueError(f"temperature {temperature} and top_k {top_k} must not be negative, max_tokens {max_tokens} and samples {num_samples} at least 1")
+    capacity = capacity or len(tokens) + max_tokens
+    if len(tokens) >= capacity:
+        raise ValueError(f"the prompt has {len(tokens)} tokens and the context holds {capacity}: nothing can be added")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.inference_mode():
+        cache = Cache(model.config, 1, capacity)
+        x = torch.tensor([tokens], device=device)
+        logits = model(x, patches=patches, grids=grids, cache=cache, last_only=True).logits[:, -1]  # [1,V]
+        cache.select(torch.zeros(num_samples, dtype=torch.long, device=device))
+        logits = logits.expand(num_samples, -1)
+        alive = [True] * num_samples
+        for i in range(min(max_tokens, capacity - len(tokens))):
+            new = pick(logits, temperature, top_k, generator)  # [n]
+            ids = new.tolist()
+            alive = [a and t != stop for a, t in zip(alive, ids)]
+            yield [t if a else None for a, t in zip(alive, ids)]
+            if not any(alive) or len(tokens) + i + 1 >= capacity:
+                return
+            logits = model(new[:, None], cache=cache, last_only=True).logits[:, -1]
+
+
+class Stream:
+    """Turns token ids into text as they come, holding back the bytes of a character that is not whole yet."""
+
+    def __init__(self, tok):
+        self.tok, self.utf8 = tok, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __call__(self, ids, final=False):
+        return self.utf8.decode(self.tok.decode_bytes(ids), final)
+
+
+def read_checkpoint(path):
+    """A checkpoint file, or the ckpt.pt of an out_dir, as plain data. ValueError with one sentence if it is missing, cut short or something else."""
+    import torch
+
+    path = Path(path)
+    path = path / "ckpt.pt" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}: train one with python train.py --native")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)  # plain data only: nothing in the file is executed
+        missing = {"model", "config", "tokenizer", "prep", "settings", "step"} - state.keys()
+    except Exception as e:
+        raise ValueError(f"{path} is not a whole nanoM3 checkpoint ({type(e).__name__})") from e
+    if missing:
+        raise ValueError(f"{path} is not a nanoM3 checkpoint: it has no {sorted(missing)[0]!r}")
+    return state
+
+
+def load(path=None, device=None):
+    """A checkpoint (None: the newest) -> (model in eval mode, tokenizer, prep, settings with `step` and `path`)."""
+    import torch
+
+    import data
+    import model as m3
+
+    path = newest() if path is None else Path(path)
+    state = read_checkpoint(path)
+    tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
+    model = m3.M3(m3.M3Config.from_dict(state["config"]))
+    model.load_state_dict(state["model"])
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device")
+    device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    settings = state["settings"] | {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
+    return model.to(device).eval(), tok, prep, settings
+
+
+def newest():
+    found = list(Path(".").glob("*/ckpt.pt"))
+    if not found:
+        raise ValueError("no */ckpt.pt here: train one with python train.py --native, or name one with --ckpt")
+    return max(found, key=lambda p: p.stat().st_mtime)
+
+
+def see(clips, prep, device):
+    """[(clip uint8 [T,3,h,w], is_clip)] -> (visuals [(grids, is_clip)], patches float [N,P] or None, grids [n,3] or None)."""
+    import torch
+
+    import data
+
+    if not clips:
+        return [], None, None
+    parts = [data.to_patches(c, prep) for c, _ in clips]
+    visuals = [(g, is_clip) for (_, g), (_, is_clip) in zip(parts, clips)]
+    return visuals, data.normalize(torch.cat([p for p, _ in parts]).to(device), prep), torch.cat([g for _, g in parts])
+
+
+def answer(model, tok, prep, clips, text, **kw):
+    """The model's words about clips [(clip, is_clip)] and a question, as one string."""
+    import data
+
+    visuals, patches, grids = see(clips, prep, next(model.parameters()).device)
+    ids = data.build_prompt(tok, prep, visuals, text)
+    kw = {"max_tokens": 40, **kw}
+    return tok.decode([t for (t,) in generate(model, ids, patches, grids, stop=tok.eod, **kw) if t is not None])
+
+
+def showcase(model, tok, prep, settings, out):
+    """Held-out scenes, clips, variants and questions with the model's words under each, as one PNG; prints a Python completion."""
+    import matplotlib
+    import numpy as np
+
+    import data
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    print("A function, continued:\n")
+    prompt = "def read_json(path):\n    "
+    ids = data.build_prompt(tok, prep, [], prompt)
+    print(prompt + tok.decode([t for (t,) in generate(model, ids, max_tokens=80, temperature=0.7, top_k=40, stop=tok.eod) if t is not None]) + "\n")
+    if settings["recipe"] == "text_only":
+        print("This model was trained on text only: no pictures to show.")
+        return
+    pictures = data.Pictures(settings["canvas"], settings["pictures"] or None)
+    items = [e for kind in data.HELDOUT for e in data.heldout(kind, 3, pictures)]
+    fig, axes = plt.subplots(len(items) // 3, 3, figsize=(12, 0.65 * len(items)), dpi=100)
+    right = 0
+    for ax, e in zip(axes.flat, items):
+        said = answer(model, tok, prep, e.visuals, e.question)
+        right += said == e.answer
+        strip = np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1)  # frames side by side, [h, T*w, 3]
+        ax.imshow(strip)
+        ax.axis("off")
+        asked = f"{e.question} " if e.question else ""
+        label = asked + said if said == e.answer else f"{asked}{said}\n(truth: {e.answer})"
+        ax.set_title(label, fontsize=8, color="darkgreen" if said == e.answer else "firebrick", y=-0.02, va="top")
+    fig.suptitle(f"Held out: never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
+    fig.tight_layout(h_pad=2.0)
+    fig.savefig(out)
+    plt.close(fig)
+    print(f"{right} of {len(items)} held-out pictures, clips and questions answered exactly: see {out}")
+
+
+def attention_map(model, tok, prep, ids, patches, grids, clips, new, out):
+    """For each generated token, the attention (mean over layers and heads) its prediction pays to each visual token, drawn over the picture."""
+    import matplotlib
+    import torch
+
+    import msa
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    weights = []
+
+    def probe(layer, q, k, chosen):
+        p = msa.attention_weights(q[:, -len(new) :], k, None if chosen is None else chosen[:, :, -len(new) :], layer.block_size)[0]
+        weights.append(p.mean((0, 1, 2)))  # [new,S]
+
+    layers = [m for m in model.modules() if isinstance(m, msa.MSA)]
+    for m in layers:
+        m.probe = probe
+    device = next(model.parameters()).device
+    with torch.inference_mode():  # position j predicts token j + 1, so the last generated token is not fed in
+        model(torch.tensor([ids + new[:-1]], device=device), patches=patches, grids=grids)
+    for m in layers:
+        m.probe = None
+    mean = torch.stack(weights).mean(0).cpu()  # [new,S]
+    places = torch.tensor([t in (tok.image, tok.clip) for t in ids]).nonzero().squeeze(1)
+    frames, maps, at = [], [], 0
+    for t, h, w in grids.tolist():
+        hh, ww = h // prep.merge_size, w // prep.merge_size
+        maps.append(mean[:, places[at : at + t * hh * ww]].reshape(len(new), t, hh, ww))
+        at += t * hh * ww
+    for clip, _ in clips:
+        frames += list(clip[:: prep.temporal_patch_size])
+    flat = [m[:, i] for m in maps for i in range(m.shape[1])]  # one [new,hh,ww] a temporal patch
+    fig, axes = plt.subplots(len(new), len(frames), figsize=(2.0 * len(frames) + 1, 2.0 * len(new)), dpi=90, squeeze=False)
+    for i in range(len(new)):
+        top = max(m[i].max().item() for m in flat)
+        for j, (frame, m) in enumerate(zip(frames, flat)):
+            a = axes[i][j]
+            a.imshow(frame.transpose(1, 2, 0))
+            a.imshow(m[i].float().numpy(), extent=(0, frame.shape[2], frame.shape[1], 0), cmap="inferno", alpha=0.6, vmin=0, vmax=top)
+            a.set(xticks=[], yticks=[])
+        share = mean[i, places].sum().item()
+        axes[i][0].set_ylabel(f"{tok.decode([new[i]]).strip() or '(end)'}\n{share:.0%} on pixels", fontsize=8)
+    fig.tight_layout()
+    fig.savefig(out)
+    plt.close(fig)
+    print(f"attention map: {out}")
+
+
+def main(argv=None):
+    args = parse(argv)
+    import data
+
+    if args.temperature < 0 or args.top_k < 0 or args.max_tokens < 1 or args.num_samples < 1:
+        raise ValueError("--temperature and --top_k must not be negative, --max_tokens and --num_samples at least 1")
+    if args.attention_map and not (args.image or args.clip):
+        raise ValueError("--attention_map needs an --image or a --clip to look at")
+    model, tok, prep, settings = load(args.ckpt, args.device)
+    print(f"[{settings['path']}, step {settings['step']}, {settings['recipe']}, preset {settings['preset']}]", file=sys.stderr)
+    if args.prompt is None and not args.image and not args.clip:
+        showcase(model, tok, prep, settings, args.out or settings["path"].with_name("showcase.png"))
+        return 0
+    clips = [data.load_visual(f, prep) for f in args.image] + [(data.load_visual(f, prep)[0], True) for f in args.clip]
+    visuals, patches, grids = see(clips, prep, next(model.parameters()).device)
+    ids = data.build_prompt(tok, prep, visuals, args.prompt or "")
+    capacity = args.max_context or max(settings["context"], 1)
+    if len(ids) >= capacity:
+        raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
+    streams = [Stream(tok) for _ in range(args.num_samples)]
+    texts, made, began, first, new = [""] * args.num_samples, 0, time.perf_counter(), None, []
+    if args.prompt and not clips:
+        print(args.prompt, end="", flush=True)
+    for step in generate(
+        model, ids, patches, grids, min(args.max_tokens, capacity - len(ids)), args.temperature, args.top_k, args.seed, args.num_samples, tok.eod
+    ):
+        first = first or time.perf_counter() - began
+        for i, t in enumerate(step):
+            if t is None:
+                continue
+            made += 1
+            piece = streams[i]([t])
+            texts[i] += piece
+            if i == 0:
+                new.append(t)
+            if args.num_samples == 1:
+                print(piece, end="", flush=True)
+    for i, stream in enumerate(streams):
+        texts[i] += (tail := stream([], final=True))
+        if args.num_samples == 1:
+            print(tail)
+        else:
+            print(f"--- sample {i + 1}\n{(args.prompt if args.prompt and not clips else '') or ''}{texts[i]}")
+    seconds = time.perf_counter() - began
+    if first is not None:
+        print(f"[{len(ids)} prompt tokens, first token after {first * 1e3:.0f} ms, {made / seconds:.1f} tokens/s]", file=sys.stderr)
+    if args.attention_map and new:
+        attention_map(model, tok, prep, ids, patches, grids, clips, new, args.attention_map)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as e:
+        sys.exit(f"sample.py: {e}")

@@ -1,0 +1,600 @@
+"""Train a small native multimodal M3 from nothing: one file, one loop, every recipe.
+
+    python train.py --native                     text and pictures from the first step; device, dtype and size are chosen and explained
+    python train.py --preset tiny                the smallest model: a few minutes on two CPU cores
+    python train.py --preset base                one GPU of 16 GB or more
+    python train.py --resume --out_dir out       go on exactly where a stopped run was
+    python train.py --text_only | --midtrain | --cpt     the talk's other recipes: same text in the same order, pictures later or never
+
+Every step takes `batch_size` rows of text and, while pictures are on, rows of packed pictures and clips with captions, questions and answers.
+Rows are pure functions of (seed, number), so the data position IS the step number and resuming needs no more than that.
+Sequences are packed without a document mask, as in nanoGPT: a token may look back at the documents that precede its own in the row.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import lzma
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# The help text must not wait for torch: everything heavy is imported in main().
+
+RECIPES = ("native", "midtrain", "cpt", "text_only")
+
+# One dial. Each preset: the model, then what the run uses. Everything in `run` is also a flag.
+PRESETS = {
+    "tiny": dict(  # two CPU cores, about five minutes
+        model=dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, partial_rotary_factor=0.5,
+                   dense_intermediate_size=384, intermediate_size=128, shared_intermediate_size=128, num_local_experts=4, num_experts_per_tok=2,
+                   index_head_dim=32, index_block_size=16, index_topk_blocks=6, dense_layers=1, projector_hidden_size=128),
+        vision=dict(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3),
+        run=dict(context=256, batch_size=12, vision_rows=12, max_steps=900, lr=2e-3, eval_interval=300, corpus_bytes=12_000_000, pictures=64,
+                 canvas=56, eval_items=200, eval_rows=64),
+    ),
+    "base": dict(  # one GPU, at most eight minutes on an H200
+        model=dict(hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, head_dim=64, partial_rotary_factor=0.5,
+                   dense_intermediate_size=2048, intermediate_size=512, shared_intermediate_size=512, num_local_experts=16, num_experts_per_tok=2,
+                   index_head_dim=64, index_block_size=64, index_topk_blocks=8, dense_layers=1, projector_hidden_size=512),
+        vision=dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6),
+        run=dict(context=2048, batch_size=20, vision_rows=20, max_steps=2200, lr=1e-3, eval_interval=550, corpus_bytes=0, pictures=0,
+                 canvas=112, eval_items=500, eval_rows=256),
+    ),
+}  # fmt: skip
+
+# Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "A10G": 70e12, "L4": 121e12, "T4": 65e12}
+
+MAX_BAD_STEPS = 5  # this many non-finite gradients in a row stop the run
+
+
+def parse(argv=None):
+    """The command line. Flags left out are None here and come from the preset (or from the checkpoint that is resumed)."""
+    p = argparse.ArgumentParser(description="Train a small native multimodal MiniMax M3.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    on_off = argparse.BooleanOptionalAction
+    g = p.add_mutually_exclusive_group()
+    g.add_argument("--native", dest="recipe", action="store_const", const="native", help="pictures from step 0 (the default)")
+    g.add_argument("--midtrain", dest="recipe", action="store_const", const="midtrain", help="pictures enter before the learning rate decays")
+    g.add_argument("--cpt", dest="recipe", action="store_const", const="cpt", help="pictures enter after the decay, the rate is warmed up again")
+    g.add_argument("--text_only", dest="recipe", action="store_const", const="text_only", help="no pictures at all")
+    p.add_argument("--vision_start", type=float, metavar="FRACTION", help="where pictures enter; default 0.5 for --midtrain, 0.7 for --cpt")
+    p.add_argument("--preset", choices=list(PRESETS), help="size of model and run; default: base on a GPU, tiny elsewhere")
+    p.add_argument("--max_steps", type=int, metavar="N", help="optimizer steps; the learning rate schedule spans them")
+    p.add_argument("--max_minutes", type=float, metavar="M", help="stop after M minutes with a checkpoint; never shapes the schedule")
+    p.add_argument("--seed", type=int, help="weights and data order; default 1337")
+    p.add_argument("--out_dir", default="out", help="where ckpt.pt, log.jsonl and curve.png go")
+    p.add_argument("--overwrite", action="store_true", help="start anew in an out_dir that already holds a run")
+    p.add_argument("--resume", action="store_true", help="go on from out_dir/ckpt.pt, exactly")
+    p.add_argument("--init_from", metavar="CKPT", help="start from the weights of another run (new optimizer, step 0)")
+    p.add_argument("--eval_interval", type=int, metavar="N", help="checkpoint and evaluate every N steps")
+    p.add_argument("--keep", type=int, metavar="N", help="keep the last N evaluated checkpoints beside ckpt.pt; default 0")
+    p.add_argument("--batch_size", type=int, help="text rows a step")
+    p.add_argument("--vision_rows", type=int, help="picture rows a step (averaged over the whole run, whatever the recipe)")
+    p.add_argument("--micro_batch_size", type=int, help="rows in one forward pass: lower it when memory runs out; the result stays the same")
+    p.add_argument("--context", type=int, help="tokens in a row")
+    p.add_argument("--lr", type=float, help="peak learning rate")
+    p.add_argument("--weight_decay", type=float, help="AdamW weight decay of the matrices; default 0.1")
+    p.add_argument("--attention", choices=["msa", "dense", "shared", "token", "local", "random"], help="what sparse layers do; default msa")
+    p.add_argument("--index_warmup_steps", type=int, help="steps with a dense main branch while the index learns; default a tenth of max_steps")
+    p.add_argument("--index_kl_coef", type=float, help="weight (lambda) of the index KL, summed over layers; default 1.0")
+    p.add_argument("--detach", action=on_off, default=None, help="keep the index KL out of the rest of the model; default on")
+    p.add_argument("--frames_per_segment", type=int, help="temporal patches that attend to each other in the ViT; 1 is a 2D ViT; default 4")
+    p.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default the canvas of the preset")
+    p.add_argument("--pictures", type=int, metavar="N", help="use only N OpenMoji pictures (0: all)")
+    p.add_argument("--canvas", type=int, help="side of the composed scenes in pixels, a multiple of 28")
+    p.add_argument("--text", metavar="PATH", help="a file or folder of UTF-8 text instead of this machine's Python source")
+    p.add_argument("--corpus_bytes", type=int, help="use only this much text (0: all)")
+    p.add_argument("--eval_items", type=int, help="held-out items of each picture task")
+    p.add_argument("--eval_rows", type=int, help="validation rows of text, at most")
+    p.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: the best there is")
+    p.add_argument("--dtype", choices=["bf16", "fp32"], help="default: bf16 where the card has it, else fp32")
+    p.add_argument("--compile", action=on_off, default=None, help="torch.compile each layer; default on CUDA only")
+    p.add_argument("--workers", type=int, help="processes that prepare data; default from the cores")
+    return p.parse_args(argv)
+
+
+# Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
+FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_size", "eval_items", "eval_rows")
+DEFAULTS = dict(recipe="native", seed=1337, weight_decay=0.1, attention="msa", index_kl_coef=1.0, detach=True, frames_per_segment=4, keep=0)
+
+
+def settle(args, saved=None):
+    """Fill in every flag that was not given: from the checkpoint when resuming, else from the preset. Returns a plain dict."""
+    given = {k: v for k, v in vars(args).items() if v is not None}
+    if saved is not None:
+        for k, v in given.items():
+            if k in saved and v != saved[k] and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir", "init_from"):
+                raise ValueError(f"--resume goes on with the run's own --{k} {saved[k]}, not {v}: leave the flag out")
+        if given.get("max_steps", saved["max_steps"]) != saved["max_steps"]:
+            print(f"max_steps {saved['max_steps']} -> {given['max_steps']}: the rest of the learning rate schedule is stretched to it")
+        return {**saved, **given}
+    cuda = given.get("device") == "cuda"
+    preset = given.get("preset") or ("base" if cuda else "tiny")
+    s = {**DEFAULTS, **PRESETS[preset]["run"], "preset": preset, **given}
+    s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
+    s.setdefault("index_warmup_steps", s["max_steps"] // 10)
+    s.setdefault("max_pixels", s["canvas"] ** 2)
+    for k in ("max_steps", "batch_size", "context", "eval_interval"):
+        if s[k] < 1:
+            raise ValueError(f"--{k} must be at least 1, not {s[k]}")
+    if not 0 <= s["vision_start"] < 1:
+        raise ValueError(f"--vision_start must be a fraction in [0, 1), not {s['vision_start']}")
+    if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
+        raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
+    return s
+
+
+def learning_rate(step, s):
+    """Warm-up (2%), stable, linear decay over the last 25% (WSD). --cpt is two such schedules, one after the other, around vision_start."""
+    start, end = 0, s["max_steps"]
+    if s["recipe"] == "cpt":
+        cut = round(s["vision_start"] * end)
+        start, end = (0, cut) if step < cut else (cut, end)
+    n = end - start
+    x = step - start
+    warm = min(1.0, (x + 1) / max(1, n // 50))
+    decay = min(1.0, (n - x) / max(1.0, 0.25 * n))
+    return s["lr"] * warm * decay
+
+
+def vision_plan(step, s):
+    """(first row number, rows) of pictures at this step: the same number of rows over the run in every recipe that has pictures."""
+    if s["recipe"] == "text_only" or not s["vision_rows"]:
+        return 0, 0
+    start = round(s["vision_start"] * s["max_steps"])
+    total = s["vision_rows"] * s["max_steps"]
+    upto = lambda t: total * max(0, t - start) // (s["max_steps"] - start)
+    return upto(step), upto(step + 1) - upto(step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Data: one item is one optimizer step, as a list of micro-batches
+
+
+class Steps:
+    """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures."""
+
+    def __init__(self, rows, s):
+        self.rows, self.s = rows, s
+
+    def __len__(self):
+        return self.s["max_steps"]
+
+    def __getitem__(self, step):
+        s = self.s
+        first, count = vision_plan(step, s)
+        text = [self.rows.text(step * s["batch_size"] + i) for i in range(s["batch_size"])]
+        vision = [self.rows.vision(first + i) for i in range(count)]
+        out = []
+        for rows in (text, vision):
+            size = s.get("micro_batch_size") or max(1, len(rows))
+            out += [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return out
+
+
+def stack(rows):
+    """Rows of (tokens [T], targets [T], patches [N,P], grids [n,3]) -> one micro-batch; text rows have no patches and grids."""
+    import torch
+
+    batch = dict(tokens=torch.stack([r[0] for r in rows]), targets=torch.stack([r[1] for r in rows]))
+    if len(rows[0]) > 2:
+        batch |= dict(patches=torch.cat([r[2] for r in rows]), grids=torch.cat([r[3] for r in rows]))
+    return batch
+
+
+def forward(model, batch, prep, device, **kw):
+    """One micro-batch through the model; pictures are normalised here, on the device, by data.normalize as everywhere else."""
+    import data
+
+    move = lambda x: x.to(device, non_blocking=True)
+    patches = grids = None
+    if "patches" in batch:
+        patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
+    targets = move(batch["targets"]) if "targets" in batch else None
+    return model(move(batch["tokens"]), patches=patches, grids=grids, targets=targets, **kw)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def caption_batches(examples, tok, prep, size):
+    """Held-out examples as rows of one length with targets on the answers only, `size` rows at a time, shortest first."""
+    import torch
+
+    import data
+
+    encoded = sorted((data.encode_example(tok, prep, e) for e in examples), key=lambda e: len(e[0]) + len(e[1]))
+    for i in range(0, len(encoded), size):
+        part = encoded[i : i + size]
+        length = len(part[-1][0]) + len(part[-1][1])
+        rows = [data.pack([e], tok, length) for e in part]
+        yield dict(zip(("tokens", "targets"), (torch.stack(x) for x in list(zip(*rows))[:2]))) | {
+            "patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])
+        }  # fmt: skip
+
+
+def validation_windows(corpus, context, most):
+    """Up to `most` windows that follow each other in the validation text: tokens [n,T], targets [n,T]."""
+    import torch
+
+    n = min(most, (len(corpus.val) - 1) // context)
+    if n < 1:
+        raise ValueError(f"the validation text has {len(corpus.val)} tokens, too few for one row of {context}: give more text or a smaller --context")
+    flat = torch.from_numpy(corpus.val[: n * context + 1].astype("int64"))
+    return flat[:-1].view(n, context), flat[1:].view(n, context)
+
+
+def evaluate(model, s, windows, tok, prep, device, autocast, examples):
+    """Text bits per byte, and for each held-out picture task the share of exactly right answers; the mean loss of their answer tokens.
+
+    An answer counts as right when the argmax at each of its positions, end of document included, is the right token. That is what greedy
+    decoding yields: as long as every token so far is right, its input is this input.
+    """
+    import torch
+
+    out = {}
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(), autocast():
+        nll = 0.0
+        size = s.get("micro_batch_size") or s["batch_size"]
+        for i in range(0, len(windows[0]), size):
+            tokens, targets = (w[i : i + size].to(device) for w in windows)
+            nll += model(tokens, targets=targets).lm_loss.double().item() * targets.numel()
+        out["val_bytes"] = len(tok.decode_bytes(windows[1].flatten().tolist()))
+        out["bits_per_byte"] = nll / out["val_bytes"] / math.log(2)
+        total = count = 0.0
+        for kind, items in examples.items():
+            right = 0
+            for batch in caption_batches(items, tok, prep, 100):
+                targets = batch.pop("targets").to(device)
+                logits = forward(model, batch, prep, device).logits  # [n,L,V]
+                asked = targets >= 0
+                right += ((logits.argmax(-1) == targets) | ~asked).all(-1).sum().item()
+                total += torch.nn.functional.cross_entropy(logits[asked].float(), targets[asked], reduction="sum").item()
+                count += asked.sum().item()
+            out[kind] = right / len(items)
+        if examples:
+            out["caption_loss"] = total / count
+    model.train()
+    return out
+
+
+def recall(model, batch, prep, device, autocast):
+    """Mean block recall and score recall over the sparse layers, on one row (see msa.selection_recall)."""
+    import torch
+
+    import msa
+
+    found = []
+    layers = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
+    for m in layers:
+        m.probe = lambda layer, q, k, ids: found.append(msa.selection_recall(q, k, ids, layer.block_size, queries=32))
+    with torch.no_grad(), autocast(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        model(batch["tokens"][:1].to(device))
+        model.train()
+    for m in layers:
+        m.probe = None
+    return tuple(sum(x) / len(x) for x in zip(*found)) if found else (1.0, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Checkpoints and logs
+
+
+def save(path, state):
+    """Write to a temporary file, then move it into place: a reader sees the old file or the new one, never half of one."""
+    import torch
+
+    tmp = path.with_suffix(".tmp")
+    try:
+        with open(tmp, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+    except (OSError, RuntimeError) as e:
+        tmp.unlink(missing_ok=True)
+        raise OSError(f"could not write {path} ({e}); the previous checkpoint is untouched") from e
+    os.replace(tmp, path)
+
+
+def read_log(path):
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
+                rows.append(json.loads(line))
+    return rows
+
+
+def draw_curve(path, log, title):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps, evals = [r for r in log if "eval" not in r], [r for r in log if "eval" in r]
+    fig, (a, b) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
+    smooth = max(1, len(steps) // 100)
+    for key, label in (("text_loss", "text"), ("caption_loss", "answers")):
+        points = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
+        mean = [sum(y for _, y in points[i : i + smooth]) / len(points[i : i + smooth]) for i in range(0, len(points), smooth)]
+        a.plot([x for x, _ in points[::smooth]], mean, label=label)
+    a.set(xlabel="step", ylabel="training loss (nats a token)", title=title)
+    a.legend()
+    for key in sorted({k for r in evals for k in r["eval"]} - {"val_bytes", "caption_loss", "bits_per_byte", "xz_bits_per_byte"}):
+        b.plot([r["step"] for r in evals], [100 * r["eval"].get(key, math.nan) for r in evals], marker="o", label=key)
+    b.set(xlabel="step", ylabel="exact answers, held out (%)", ylim=(0, 103))
+    if b.lines:
+        b.legend()
+    fig.tight_layout()
+    fig.savefig(path)
+    plt.close(fig)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+
+
+def choose(args):
+    """Device and dtype, each with its reason."""
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA device")
+    if args.device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: this torch has no MPS device")
+    why = "asked for" if args.device else "the best there is"
+    device = args.device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    name, dtype, because = device, args.dtype, "asked for"
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+        able = torch.cuda.get_device_capability() >= (8, 0)
+        if dtype is None:
+            dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
+    elif dtype is None:
+        dtype, because = "fp32", f"the safe choice on {device}"
+    print(f"device: {name} ({why}); dtype: {dtype} ({because})")
+    args.device, args.dtype = device, dtype
+    return device, name
+
+
+def build(s, tok, prep):
+    """The model of a preset, with the flags that shape it."""
+    import model as m3
+    import vit3d
+
+    m = dict(PRESETS[s["preset"]]["model"])
+    n, dense = m["num_hidden_layers"], m.pop("dense_layers")
+    config = m3.M3Config(
+        vocab_size=tok.vocab_size,
+        image_token_id=tok.image,
+        video_token_id=tok.clip,
+        max_position_embeddings=s["context"],
+        layer_types=["full_attention"] * dense + ["minimax_m3_sparse"] * (n - dense),
+        mlp_layer_types=["dense"] * dense + ["sparse"] * (n - dense),
+        index_n_heads=m["num_key_value_heads"],
+        attention=s["attention"],
+        index_detach=s["detach"],
+        index_kl_coef=s["index_kl_coef"],
+        vision=vit3d.ViTConfig(
+            patch_size=prep.patch_size,
+            temporal_patch_size=prep.temporal_patch_size,
+            spatial_merge_size=prep.merge_size,
+            frames_per_segment=prep.frames_per_segment,
+            **PRESETS[s["preset"]]["vision"],
+        ),
+        **m,
+    )
+    return m3.M3(config)
+
+
+def main(argv=None):
+    args = parse(argv)
+    import torch
+
+    import data
+    from sample import read_checkpoint
+
+    out = Path(args.out_dir)
+    ckpt_path = out / "ckpt.pt"
+    used = ckpt_path.exists() or (out / "log.jsonl").exists()
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if args.resume and not ckpt_path.exists():
+        raise ValueError(f"--resume: there is no {ckpt_path}")
+    if used and not (args.resume or args.overwrite):
+        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
+    device, name = choose(args)
+    state = read_checkpoint(ckpt_path) if args.resume else None
+    s = settle(args, state and state["settings"])
+    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
+    began = time.monotonic()
+    torch.manual_seed(s["seed"])
+    torch.set_float32_matmul_precision("high")
+    autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
+
+    # Data
+    tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
+    prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
+    corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
+    print(corpus.report)
+    pictures, examples = None, {}
+    if s["recipe"] != "text_only" and s["vision_rows"]:
+        pictures = data.Pictures(s["canvas"], s["pictures"] or None)
+        print(pictures.report)
+        examples = {kind: items for kind in data.HELDOUT if (items := data.heldout(kind, s["eval_items"], pictures))}
+    rows = data.Rows(tok, prep, corpus, pictures, s["context"], s["seed"])
+    windows = validation_windows(corpus, s["context"], s["eval_rows"])
+
+    # Model and optimizer
+    model = build(s, tok, prep)
+    if init is not None:
+        load_weights(model, init["model"])
+    model.to(device)
+    groups = [
+        dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=s["weight_decay"]),
+        dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
+    step = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+        torch.set_rng_state(state["rng"])
+        if device == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        if state["corpus"] != corpus.content:
+            print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
+    if s.get("compile", device == "cuda"):
+        model.compile_layers()
+    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["context"]
+    peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+    flops = 3 * model.flops_per_token(s["context"])
+    print(
+        f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
+        f"attention {s['attention']} ({s['attention'] == 'msa' and 'blocks' or ''} {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})\n"
+        f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
+        f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
+    )
+
+    out.mkdir(parents=True, exist_ok=True)
+    log_path = out / "log.jsonl"
+    log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
+    log_path.write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint belong to steps that are done again
+
+    def checkpoint():
+        nonlocal saved_at
+        cuda_rng = torch.cuda.get_rng_state() if device == "cuda" else None
+        state = dict(
+            model={k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
+            optimizer=optimizer.state_dict(), step=step, rng=torch.get_rng_state(), cuda_rng=cuda_rng, settings=s, config=model.config.to_dict(),
+            tokenizer=tok.state(), prep=dataclasses.asdict(prep), corpus=corpus.content,
+        )  # fmt: skip
+        save(ckpt_path, state)
+        saved_at = step
+        if s["keep"]:
+            kept = out / f"ckpt_{step:06d}.pt"
+            kept.unlink(missing_ok=True)
+            os.link(ckpt_path, kept)
+            for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
+                old.unlink()
+
+    stop = []
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
+    workers = s.get("workers", min(8, max(0, (os.cpu_count() or 1) - 2)))
+    loader = torch.utils.data.DataLoader(
+        Steps(rows, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
+        pin_memory=device == "cuda", multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
+    )  # fmt: skip
+    from tqdm import tqdm
+
+    log_file = open(log_path, "a", buffering=1)
+    saved_at, bad, rec, clock, since = step, 0, None, time.monotonic(), 0
+    bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0)
+    for micro in bar:
+        warmup = step < s["index_warmup_steps"] and s["attention"] not in ("local", "random")
+        lr = learning_rate(step, s)
+        for g in optimizer.param_groups:
+            g["lr"] = lr
+        # Losses divide by the step's own number of targets, whatever the micro-batches: each mean is weighted back to its share.
+        targets = [(b["targets"] >= 0).sum().item() for b in micro]
+        sums = {"text": [0.0, 0], "caption": [0.0, 0]}
+        kl_sum = 0.0
+        try:
+            for b, n in zip(micro, targets):
+                with autocast():
+                    o = forward(model, b, prep, device, warmup=warmup)
+                    loss = o.lm_loss * (n / max(1, sum(targets))) + s["index_kl_coef"] * o.index_kl / len(micro)
+                loss.backward()
+                key = "caption" if "patches" in b else "text"
+                sums[key][0] += o.lm_loss.detach() * n
+                sums[key][1] += n
+                kl_sum += o.index_kl.detach() / len(micro)
+        except torch.OutOfMemoryError as e:
+            raise ValueError(f"out of memory on {name}: lower --micro_batch_size (now {s.get('micro_batch_size') or s['batch_size']} rows)") from e
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        if math.isfinite(norm):
+            optimizer.step()
+            model.balance(1e-3)
+            bad = 0
+        else:
+            bad += 1
+            bar.write(f"step {step}: gradient norm is {norm}, step skipped ({bad} in a row)")
+            if bad == MAX_BAD_STEPS:
+                raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % 25 == 1 or step == s["max_steps"]:
+            rec = recall(model, micro[0], prep, device, autocast)
+        since += sum(b["tokens"].numel() for b in micro)
+        now = time.monotonic()
+        rate, clock, since = since / (now - clock), now, 0
+        row = dict(step=step, loss=(sum(v[0] for v in sums.values()) / max(1, sum(targets)) + s["index_kl_coef"] * kl_sum))
+        row |= dict(lm_loss=sum(v[0] for v in sums.values()) / max(1, sum(targets)), index_kl=kl_sum, grad_norm=norm, lr=lr, tokens_per_s=rate)
+        row |= {f"{k}_loss": v[0] / v[1] if v[1] else None for k, v in sums.items()}
+        row |= dict(block_recall=rec[0], score_recall=rec[1], warmup=warmup)
+        row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
+        log.append(row)
+        log_file.write(json.dumps(row) + "\n")
+        shown = {k: f"{row[k]:.3f}" for k in ("text_loss", "caption_loss", "index_kl") if row[k] is not None}
+        mfu = f"{rate * flops / peak:.0%}" if peak else "?"
+        bar.set_postfix(shown | dict(recall=f"{rec[0]:.2f}", norm=f"{norm:.2f}", lr=f"{lr:.1e}", tok_s=f"{rate:,.0f}", mfu=mfu), refresh=False)
+        late = s.get("max_minutes") is not None and time.monotonic() - began > 60 * s["max_minutes"]
+        last = step == s["max_steps"]
+        if stop or late or last or step % s["eval_interval"] == 0:
+            checkpoint()  # before the evaluation: a crash in there loses nothing
+            if stop:
+                bar.close()
+                print(f"{stop[0]}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
+                return 0
+            result = evaluate(model, s, windows, tok, prep, device, autocast, examples)
+            if last:
+                raw = tok.decode_bytes(windows[1].flatten().tolist())
+                result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+            record = dict(step=step, eval=result, minutes=(time.monotonic() - began) / 60)
+            log.append(record)
+            log_file.write(json.dumps(record) + "\n")
+            draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
+            bar.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+            clock = time.monotonic()
+            if late and not last:
+                bar.close()
+                print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}")
+                return 0
+    bar.close()
+    memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
+    print(f"done in {(time.monotonic() - began) / 60:.1f} minutes{memory}: {ckpt_path}; now try: python sample.py --ckpt {out}")
+    return 0
+
+
+def quiet(_):
+    """Data workers leave signals to the main process (Ctrl-C reaches the whole group) and use one thread each."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def load_weights(model, weights):
+    """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
+    have = model.state_dict()
+    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape]
+    missing = [k for k in have if k not in weights and "index_" not in k]
+    if wrong or missing:
+        raise ValueError(f"--init_from: the checkpoint does not fit this model, first at {(wrong + missing)[0]}")
+    model.load_state_dict(weights, strict=False)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as e:
+        sys.exit(f"train.py: {e}")
