@@ -45,6 +45,8 @@ import tiktoken
 import torch
 from PIL import Image, ImageDraw, ImageOps
 
+from vit3d import patchify
+
 ATTRIBUTION = "OpenMoji, CC BY-SA 4.0"
 RANK_FILE = Path(__file__).with_name("tokenizer.tiktoken")
 
@@ -755,7 +757,7 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".
 MAX_DECODE = 64_000_000  # pixels of one picture we agree to decode: a small file can promise billions
 MAX_FRAMES = 1_024
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError,
-              RuntimeError, ImportError, struct.error, zlib.error, Image.DecompressionBombError)  # what Pillow's decoders raise on hostile files
+              RuntimeError, ImportError, struct.error, zlib.error, Image.DecompressionBombError)  # Pillow on hostile files
 
 
 @dataclass
@@ -868,7 +870,6 @@ def load_visual(path, prep: Prep) -> tuple[np.ndarray, bool]:
 
 def to_patches(clip, prep: Prep):
     """clip uint8 [T,3,h,w] -> patches uint8 [N, 3*tp*p*p], grids int64 [n,3], a (t,h,w) row in unmerged patches per segment."""
-    from vit3d import patchify
     return patchify(torch.as_tensor(clip), prep.patch_size, prep.temporal_patch_size, prep.merge_size, prep.frames_per_segment)
 
 

@@ -204,7 +204,10 @@ def _blank_tail(x, lens):
 
 
 def attention_weights(q, k, ids, block_size, lens=None, scale=None):
-    """The softmax over each query's support: p [B,Hkv,G,T,S] fp32 (all zero where nothing is visible), lse [B,H,T] fp32."""
+    """The softmax over each query's support: p [B,Hkv,G,T,S] fp32, lse [B,H,T] fp32, some [B,Hkv or 1,T] bool.
+
+    `some` says which queries see anything at all; where it is False, lse is -inf and p is meaningless (but finite, as its gradient is).
+    """
     B, T, H, D = q.shape
     S, Hkv = k.shape[1], k.shape[2]
     _check(q, k, lens)
@@ -212,17 +215,17 @@ def attention_weights(q, k, ids, block_size, lens=None, scale=None):
         raise ValueError(f"{H} query heads cannot be shared evenly by {Hkv} KV heads")
     scale = D**-0.5 if scale is None else scale
     ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).unsqueeze(2)  # [B,Hkv or 1,1,T,S]
-    some = ok.any(-1, keepdim=True)  # a query with no token to look at: weights 0, lse -inf, and no NaN gradient
-    logits = _logits(q, _blank_tail(k, lens), scale).masked_fill(~ok, float("-inf")).masked_fill(~some, 0.0)  # [B,Hkv,G,T,S]
-    p = logits.softmax(-1).masked_fill(~some, 0.0)
+    some = ok.any(-1, keepdim=True)
+    logits = _logits(q, _blank_tail(k, lens), scale).masked_fill_(~(ok | ~some), float("-inf"))  # [B,Hkv,G,T,S]
     lse = logits.detach().logsumexp(-1).masked_fill(~some.squeeze(-1), float("-inf")).flatten(1, 2)  # [B,H,T]
-    return p, lse
+    return logits.softmax(-1), lse, some.squeeze(-1).squeeze(2)
 
 
 def _attend(q, k, v, ids, block_size, lens, scale):
-    p, lse = attention_weights(q, k, ids, block_size, lens, scale)
-    out = torch.einsum("bhgts,bshd->bthgd", p, _blank_tail(v, lens).float()).flatten(2, 3)  # [B,T,H,D]
-    return out.to(q.dtype), lse
+    p, lse, some = attention_weights(q, k, ids, block_size, lens, scale)
+    out = torch.einsum("bhgts,bshd->bthgd", p, _blank_tail(v, lens).float())  # [B,T,Hkv,G,D]
+    out = out.masked_fill(~some.transpose(1, 2)[..., None, None], 0.0)
+    return out.flatten(2, 3).to(q.dtype), lse  # [B,T,H,D]
 
 
 def sparse_attention(q, k, v, ids, block_size, lens=None, scale=None, backend=None):
@@ -289,16 +292,16 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=
     if fast is not None:
         return fast.index_kl(q.detach(), k.detach(), lse.detach(), iq, ik, ids, block_size, lens, scale)
     ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).expand(B, k.shape[2], T, S)
-    some = ok.any(-1)  # [B,Hkv,T]
+    some = ok.any(-1, keepdim=True)  # [B,Hkv,T,1]
+    hidden = ~(ok | ~some)
     with torch.no_grad():
         rows = lse.unflatten(1, (k.shape[2], -1)).unsqueeze(-1)  # [B,Hkv,G,T,1]
-        each = (_logits(q, _blank_tail(k, lens), scale) - rows).masked_fill(~ok.unsqueeze(2), float("-inf")).exp()
-        teacher = each.mean(2)  # [B,Hkv,T,S]
-    student = torch.einsum("bthd,bsd->bhts", iq.float(), _blank_tail(ik, lens).float()) * Di**-0.5
-    student = student.masked_fill(~ok, float("-inf")).masked_fill(~some.unsqueeze(-1), 0.0).log_softmax(-1)
-    student = student.masked_fill(~ok, 0.0)  # 0 * -inf is NaN
-    kl = (torch.xlogy(teacher, teacher) - teacher * student).sum(-1)  # [B,Hkv,T]
-    return kl.masked_fill(~some, 0.0).sum() / some.sum().clamp(min=1)
+        each = _logits(q, _blank_tail(k, lens), scale).sub_(rows).exp_()  # one softmax a head
+        teacher = each.mean(2).masked_fill_(~ok, 0.0)  # [B,Hkv,T,S]
+    student = torch.einsum("bthd,bsd->bhts", iq.float(), _blank_tail(ik, lens).float()).mul(Di**-0.5)
+    student = student.masked_fill_(hidden, float("-inf")).log_softmax(-1).masked_fill(hidden, 0.0)  # the last: 0 * -inf is NaN
+    kl = (torch.xlogy(teacher, teacher) - teacher * student).sum(-1, keepdim=True)  # [B,Hkv,T,1]
+    return kl.sum() / some.sum().clamp(min=1)  # a query without support has teacher 0 and adds nothing
 
 
 @torch.no_grad()

@@ -489,6 +489,22 @@ def test_second_picture_in_a_jpeg_is_no_frame(tmp_path):
     assert not is_clip and len(clip) == 1
 
 
+@pytest.mark.parametrize("temporal", [1, 2])
+def test_placeholders_match_patches_at_any_temporal_size(monkeypatch, tmp_path_factory, temporal):
+    """Doubled stills and an odd last frame (temporal patch 2), or a clip over several segments, counted differently in tokens."""
+    p, tok = shared_pictures(monkeypatch, tmp_path_factory), data.Tokenizer()
+    prep = data.Prep(max_pixels=56 * 56, temporal_patch_size=temporal, frames_per_segment=2)
+    frames = data.heldout("clip", 1, p)[0].frames
+    for T in (1, 2, 3, 4):
+        e = data.Example([(np.concatenate([frames, frames])[:T], T > 1)], "", "x", "own", 0.0)
+        prompt, _, patches, grids = data.encode_example(tok, prep, e)
+        steps = -(-T // temporal)
+        assert grids[:, 0].tolist() == [2] * (steps // 2) + [1] * (steps % 2) and patches.shape == (steps * 16, 588 * temporal)
+        assert prompt.count(tok.image) + prompt.count(tok.clip) == steps * 4 and prompt.count(tok.image_start) == steps
+    rows = data.Rows(tok, prep, None, p, 256)
+    assert rows.vision(0)[2].shape[1] == 588 * temporal
+
+
 def test_same_file_same_patches(tmp_path):
     """A picture prepared twice, or through a saved Prep, gives other patches."""
     import dataclasses

@@ -34,7 +34,7 @@ PRESETS = {
                    dense_intermediate_size=384, intermediate_size=128, shared_intermediate_size=128, num_local_experts=4, num_experts_per_tok=2,
                    index_head_dim=32, index_block_size=16, index_topk_blocks=6, dense_layers=1, projector_hidden_size=128),
         vision=dict(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3),
-        run=dict(context=256, batch_size=12, vision_rows=12, max_steps=900, lr=2e-3, eval_interval=300, corpus_bytes=12_000_000, pictures=64,
+        run=dict(context=256, batch_size=6, vision_rows=8, max_steps=300, lr=3e-3, eval_interval=150, corpus_bytes=12_000_000, pictures=32,
                  canvas=56, eval_items=200, eval_rows=64),
     ),
     "base": dict(  # one GPU, at most eight minutes on an H200
