@@ -67,8 +67,13 @@ def apply_rope(x, cos, sin):
 
 
 @functools.cache
-def _say_once(line):
+def _print_once(line):
     print(line)
+
+
+def _say_once(line):
+    if not torch.compiler.is_compiling():
+        _print_once(line)
 
 
 def _kernels(backend, q, **shape):
