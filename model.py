@@ -1,24 +1,27 @@
-"""The whole of MiniMax M3 but for its attention (msa.py) and its eyes (vit3d.py): config, MLP, mixture of experts, decoder, cache, loss.
+"""MiniMax M3 but for its attention (msa.py) and its eyes (vit3d.py): config, MLP, mixture of experts, decoder, cache, loss.
 
     python model.py                     a demonstration on the CPU: sizes, FLOPs, one equality
 
     tokens -> embedding -> [ RMSNorm -> MSA -> + -> RMSNorm -> MLP or MoE -> + ] x layers -> RMSNorm -> logits
     pictures -> ViT -> projector -> visual tokens, which replace the placeholder tokens' embeddings one for one
 
-Names of fields and modules are the released model's (transformers, minimax_m3_vl), so that both can be read side by side and
-from_hf is little more than a copy. What each part is compared with, by `python test_all.py -k oracle`:
+Names of fields and modules are the released model's (transformers, minimax_m3_vl), so that both can be read side by side and from_hf
+is little more than a copy. `python test_all.py -k oracle` builds small random models of both kinds and compares them in fp32:
 
-    part                    here                        known differences
-    (1+w) RMSNorm           msa.RMSNorm                 none
-    partial RoPE            rope_table, msa.apply_rope  the config's rotary_dim is ignored there, and so here
-    GQA, QK norm            msa.MSA                     none
-    index branch, top-k     msa.select_blocks           ties between equal scores go to the lower id; torch.topk breaks them otherwise
-    SwiGLU-OAI              swiglu_oai, MLP             none
-    MoE                     MoE                         experts run grouped on CUDA in bf16; there one by one
-    ViT, 3-axis RoPE        vit3d.ViT                   Conv3d with stride = kernel is a Linear here; segments of one length are batched
-    projector               vit3d.Projector             none
-    visual tokens           M3.embed                    none
-    index KL, balancing     msa.index_kl, M3.balance    training only: the released code holds inference alone
+    part                where, here                 compared                                known differences, and why
+    (1+w) RMSNorm       msa.RMSNorm                 every layer's output                    none
+    partial RoPE        rope_table, msa.apply_rope  every layer's output; all dims or half  fp32 tables; there in the activations' dtype
+    GQA, QK norm        msa.MSA                     every layer's output, 1 to 6 KV heads   none
+    index and top-k     msa.select_blocks           sets of blocks a query and group        equal scores: the lower block wins here, any there
+    sparse attention    msa.sparse_attention        every layer's output, long and short    none (there: dense with a mask)
+    SwiGLU-OAI          swiglu_oai, MLP             every layer's output, both clamps hit   none
+    router, MoE         MoE                         every layer's output, with a bias       router in fp32 here, in the weights' dtype there
+    patches             vit3d.patchify              their processors, where torchvision is  none
+    ViT, 3-axis RoPE    vit3d.ViT                   every layer's output; stills and clips  a Conv3d of stride = kernel is a Linear here
+    projector           vit3d.Projector             visual tokens                           none
+    visual tokens       M3.embed                    logits                                  none
+    cache               Cache                       greedy tokens                           preallocated here, grown by concatenation there
+    index KL, balance   msa.index_kl, M3.balance    nothing: training only, unpublished     the released code is for inference
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -34,7 +37,7 @@ from vit3d import Projector, ViT, ViTConfig
 
 @dataclass
 class M3Config:
-    """Released names and, but for layer_types and mlp_layer_types (None: the first three layers dense), released sizes."""
+    """Released names, and the released sizes: M3Config() is MiniMax M3 itself. ValueError names a field that makes no sense."""
 
     vocab_size: int = 200064
     hidden_size: int = 6144
@@ -45,8 +48,8 @@ class M3Config:
     partial_rotary_factor: float = 0.5  # the share of each head's dims that RoPE turns
     rope_theta: float = 5e6
     rms_norm_eps: float = 1e-6
-    layer_types: list = None  # "full_attention" or "minimax_m3_sparse", a layer each
-    mlp_layer_types: list = None  # "dense" or "sparse" (MoE), a layer each
+    layer_types: list[str] | None = None  # "full_attention" or "minimax_m3_sparse", a layer each; None: three of the first kind
+    mlp_layer_types: list[str] | None = None  # "dense" or "sparse" (MoE), a layer each; None: three dense ones, as released
     dense_intermediate_size: int = 12288
     intermediate_size: int = 3072  # of one expert
     shared_intermediate_size: int = 3072  # of the shared expert
@@ -62,7 +65,6 @@ class M3Config:
     index_local_blocks: int = 1
     max_position_embeddings: int = 524288
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
     projector_hidden_size: int = 6144
     image_token_id: int = 200025
     video_token_id: int = 200026
@@ -75,21 +77,23 @@ class M3Config:
         n = self.num_hidden_layers
         self.layer_types = self.layer_types or ["full_attention"] * min(3, n) + ["minimax_m3_sparse"] * (n - 3)
         self.mlp_layer_types = self.mlp_layer_types or ["dense"] * min(3, n) + ["sparse"] * (n - 3)
-        for name, kinds in (("layer_types", ("full_attention", "minimax_m3_sparse")), ("mlp_layer_types", ("dense", "sparse"))):
+        both = (("layer_types", ("full_attention", "minimax_m3_sparse")), ("mlp_layer_types", ("dense", "sparse")))
+        for name, kinds in both:
             got = getattr(self, name)
             if len(got) != n or not set(got) <= set(kinds):
                 raise ValueError(f"{name} must give one of {kinds} for each of {n} layers, not {got}")
-        if self.rotary_dim % 2 or self.rotary_dim < 2:
-            raise ValueError(f"head_dim {self.head_dim} x partial_rotary_factor {self.partial_rotary_factor}: {self.rotary_dim} rotated dims must be even")
+        R = self.rotary_dim
+        if R % 2 or not 2 <= R <= self.head_dim:
+            raise ValueError(f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim}: {R} dims cannot be rotated")
         if "minimax_m3_sparse" in self.layer_types:
-            if self.index_head_dim < self.rotary_dim:
-                raise ValueError(f"index_head_dim {self.index_head_dim} is less than the {self.rotary_dim} rotated dims: the rotation would break")
+            if self.index_head_dim < R:
+                raise ValueError(f"index_head_dim {self.index_head_dim} is less than the {R} rotated dims: the rotation would break")
             if self.index_local_blocks != 1:
                 raise ValueError(f"index_local_blocks must be 1, not {self.index_local_blocks}")
             if self.index_n_heads != self.num_key_value_heads:
-                raise ValueError(f"index_n_heads {self.index_n_heads} must equal num_key_value_heads {self.num_key_value_heads}: one per group")
+                raise ValueError(f"index_n_heads {self.index_n_heads} must equal num_key_value_heads {self.num_key_value_heads}")
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} must lie in 1..num_local_experts {self.num_local_experts}")
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} must lie in 1..{self.num_local_experts} experts")
 
     @property
     def rotary_dim(self):
@@ -121,8 +125,8 @@ class M3Output:
 
 def rope_table(pos, rotary_dim, theta):
     """pos [B,T] -> cos, sin [B,T,R] fp32; the two halves are the same, so that dim i pairs with i + R/2."""
-    freq = theta ** -(torch.arange(0, rotary_dim, 2, device=pos.device, dtype=torch.float32) / rotary_dim)  # [R/2]
-    angle = pos[..., None].float() * freq
+    freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, device=pos.device, dtype=torch.float32) / rotary_dim)  # [R/2]
+    angle = pos[..., None].float() * freq  # [B,T,R/2]
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
@@ -150,24 +154,35 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer as two 3-D tensors, as released: gate_up_proj [E,2I,C], down_proj [E,C,I]."""
+    """All experts of a layer as two 3-D tensors, as released: gate_up_proj [E,2I,C], down_proj [E,C,I].
+
+    On CUDA in bf16 all experts are one grouped matrix product, and the host never learns how many tokens each got; elsewhere a loop.
+    `grouped` True or False forces one of them, for tests.
+    """
 
     def __init__(self, c):
         super().__init__()
-        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+        self.alpha, self.limit, self.grouped = c.swiglu_alpha, c.swiglu_limit, None
         self.gate_up_proj = nn.Parameter(torch.empty(c.num_local_experts, 2 * c.intermediate_size, c.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(c.num_local_experts, c.hidden_size, c.intermediate_size))
 
     def forward(self, x, load):
         """x [M,C] sorted by expert, load [E] rows of each -> [M,C]."""
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
-        if x.is_cuda and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0) and hasattr(F, "grouped_mm"):
-            ends = load.cumsum(0).int()  # one kernel for all experts, and the host never learns the loads
+        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)  # autocast knows no grouped products
+        grouped = self.grouped
+        if grouped is None:  # its rows must be multiples of 16 bytes
+            grouped = x.is_cuda and dtype == torch.bfloat16 and up.shape[2] % 8 == down.shape[2] % 8 == 0 and can_group(x.device)
+        if grouped:
+            ends = load.cumsum(0).int()  # [E]
             h = F.grouped_mm(x, up.transpose(1, 2), offs=ends)  # [M,2I]
             return F.grouped_mm(swiglu_oai(h, self.alpha, self.limit), down.transpose(1, 2), offs=ends)
         parts = x.split(load.tolist())
         return torch.cat([F.linear(swiglu_oai(F.linear(p, up[e]), self.alpha, self.limit), down[e]) for e, p in enumerate(parts)])
+
+
+def can_group(device):
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Router(nn.Module):
@@ -178,8 +193,8 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sigmoid scores; the correction bias helps to CHOOSE the experts only; the chosen scores are renormalised, the routed sum is scaled,
-    one shared expert is added unscaled. In training the bias balances the load instead of an auxiliary loss, see M3.balance."""
+    """Sigmoid scores; the correction bias helps to CHOOSE the experts only; the chosen scores are renormalised, the routed sum is
+    scaled, one shared expert is added unscaled. In training the bias balances the load, without an auxiliary loss: see M3.balance."""
 
     def __init__(self, c):
         super().__init__()
@@ -198,7 +213,7 @@ class MoE(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        x = x.reshape(B * T, C)
+        x = x.reshape(B * T, C)  # [N,C]
         chosen, weights = self.route(x)
         flat = chosen.flatten()  # [N*k]
         load = torch.zeros_like(self.load, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat))
@@ -207,7 +222,7 @@ class MoE(nn.Module):
         order = flat.argsort(stable=True)
         y = self.experts(x.index_select(0, order // self.k), load)  # [N*k,C], sorted by expert
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        y = y.index_select(0, back).view(B * T, self.k, C)
+        y = y.index_select(0, back).view(B * T, self.k, C)  # in token order again
         routed = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1) * self.scaling
         return (routed + self.shared_experts(x)).view(B, T, C)
 
@@ -219,47 +234,55 @@ class MoE(nn.Module):
 class Cache:
     """Preallocated keys, values and index keys of every layer, for `batch` rows of up to `capacity` positions.
 
-    k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the first append, in
-    the dtype and on the device of what is appended; what lies beyond lens is never read.
+    k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the first append,
+    in the dtype and on the device of what is appended; what lies beyond lens is never read. `longest`, the longest row, is kept on the
+    host, so that checking the capacity never waits for the device.
     """
 
     def __init__(self, config, batch, capacity):
         n = config.num_hidden_layers
-        self.batch, self.capacity = batch, capacity
+        self.batch, self.capacity, self.longest = batch, capacity, 0
         self.k, self.v, self.ik = [None] * n, [None] * n, [None] * n
         self.lens = torch.zeros(batch, dtype=torch.int32)
 
-    def check(self, T):
-        if (most := int(self.lens.max()) + T) > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions, {most} are needed")
+    def check(self, B, T):
+        """ValueError if T more positions of B rows do not fit."""
+        if B != self.batch:
+            raise ValueError(f"the cache has {self.batch} rows, the tokens {B}")
+        if self.longest + T > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, {self.longest + T} are needed")
 
     def append(self, layer, k, v, ik=None):
-        """Write T new positions of every row behind its lens -> the whole k, v, ik and the new lengths (lens itself moves in M3.forward)."""
+        """Write T new positions of every row behind its lens -> the whole k, v, ik and the new lengths (lens itself moves in `advance`)."""
         B, T = k.shape[:2]
         if self.k[layer] is None:
             new = lambda x: None if x is None else x.new_zeros(B, self.capacity, *x.shape[2:])
             self.k[layer], self.v[layer], self.ik[layer] = new(k), new(v), new(ik)
         rows = torch.arange(B, device=k.device)[:, None]
-        at = self.lens.to(k.device).long()[:, None] + torch.arange(T, device=k.device)  # [B,T]
+        at = self.lens.long()[:, None] + torch.arange(T, device=k.device)  # [B,T]
         for store, x in ((self.k, k), (self.v, v), (self.ik, ik)):
             if x is not None:
                 store[layer][rows, at] = x
         return self.k[layer], self.v[layer], self.ik[layer], self.lens + T
 
+    def advance(self, T):
+        """All layers have written: T more positions count."""
+        self.lens, self.longest = self.lens + T, self.longest + T
+
     def truncate(self, lens):
-        """Forget everything from position lens[b] on, row by row."""
+        """Forget everything from position lens[b] on, row by row (lens [B], or one number for all)."""
         lens = torch.as_tensor(lens, dtype=torch.int32, device=self.lens.device).expand(self.batch)
         if (lens > self.lens).any() or (lens < 0).any():
             raise ValueError(f"truncate to {lens.tolist()}: rows hold {self.lens.tolist()}")
-        self.lens = lens.clone()
+        self.lens, self.longest = lens.clone(), int(lens.max())
 
     def select(self, rows):
         """Keep these rows, in this order; a row may be repeated (one prompt, many samples)."""
+        rows = torch.as_tensor(rows, device=self.lens.device)
         for store in (self.k, self.v, self.ik):
             for i, x in enumerate(store):
                 store[i] = None if x is None else x[rows.to(x.device)]
-        self.lens = self.lens[rows.to(self.lens.device)]
-        self.batch = len(rows)
+        self.lens, self.batch = self.lens[rows], len(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -275,21 +298,24 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, x, cos, sin, cache=None, warmup=False):
-        """-> x, index KL. The KL leaves as a return value: kept on the side, activation checkpointing would silently drop its gradient."""
+        """-> x, index KL. The KL is a return value: kept on the side, activation checkpointing would silently drop its gradient."""
         a, kl = self.self_attn(self.input_layernorm(x), cos, sin, cache, warmup)
         x = x + a
         return x + self.mlp(self.post_attention_layernorm(x)), kl
 
 
 def chunked_loss(x, weight, targets, chunk=4096):
-    """Sum of cross entropies of x [N,C] @ weight.T against targets [N], -100 ignored, a chunk of rows at a time: [N,V] never exists."""
+    """Sum of cross entropies of x [N,C] @ weight.T [C,V] against targets [N], -100 ignored. A chunk of rows at a time, computed again in
+    the backward pass: [N,V] never exists."""
 
     def part(x, weight, y):
-        return F.cross_entropy(F.linear(x, weight).float(), y, ignore_index=-100, reduction="sum")
+        return F.cross_entropy(F.linear(x, weight).float(), y, reduction="sum")
 
-    total = x.new_zeros((), dtype=torch.float32)
+    asked = targets != -100  # most positions of picture rows carry no loss
+    x, targets = x[asked], targets[asked]
+    total = x.sum().float() * 0.0  # a batch without any target still has a graph to walk back
     for a, y in zip(x.split(chunk), targets.split(chunk)):
-        total = total + checkpoint(part, a, weight, y, use_reentrant=False)
+        total = total + checkpoint(part, a, weight, y, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
@@ -302,18 +328,20 @@ class M3(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.vision_tower = ViT(c.vision)
-        self.multi_modal_projector = Projector(c.vision.hidden_size, c.projector_hidden_size, c.hidden_size, c.vision.spatial_merge_size)
-        self.checkpoint_layers = False  # activation checkpointing: recompute each layer in the backward pass, for long contexts
+        v = c.vision
+        self.multi_modal_projector = Projector(v.hidden_size, c.projector_hidden_size, c.hidden_size, v.spatial_merge_size)
+        self.checkpoint_layers = False  # activation checkpointing: compute each layer again in the backward pass, for long contexts
         self.reset_parameters()
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def reset_parameters(self):
-        """Matrices N(0, initializer_range); what writes to the residual stream is scaled by 1 / sqrt(2 layers), our choice (GPT-2's)."""
+        """Our own choice, unpublished for M3: matrices N(0, 1 / fan in), those that write to the residual stream divided by sqrt(2 layers)
+        besides, embeddings N(0, 0.3^2), a small head (so the first loss is ln(vocabulary)). Biases 0; RMSNorm 1 + 0, LayerNorm 1."""
         c = self.config
         for name, p in self.named_parameters():
             if p.ndim >= 2:
-                std = c.initializer_range
+                std = {"embed_tokens.weight": 0.3, "lm_head.weight": 0.02}.get(name, p.shape[-1] ** -0.5)
                 if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
                     std /= (2 * c.num_hidden_layers) ** 0.5
                 nn.init.normal_(p, std=std)
@@ -321,54 +349,59 @@ class M3(nn.Module):
                 nn.init.zeros_(p)
 
     def embed(self, tokens, patches, grids):
-        """Token embeddings [B,T,C], placeholders replaced by the visual tokens in the order of the flattened batch."""
+        """Token embeddings [B,T,C], placeholders replaced by the visual tokens in the order of the flattened batch.
+
+        Counting the placeholders takes the host: free if tokens are still on the CPU, a wait for the device if they are not.
+        """
         c = self.config
-        x = self.embed_tokens(tokens)
-        place = (tokens == c.image_token_id) | (tokens == c.video_token_id)
-        want = int(place.sum())
+        at = ((tokens == c.image_token_id) | (tokens == c.video_token_id)).flatten().nonzero().squeeze(1)  # [placeholders]
         have = 0 if patches is None else len(patches) // c.vision.spatial_merge_size**2
-        if want != have:
-            raise ValueError(f"{want} placeholder tokens, but {have} visual tokens")
-        if patches is not None:
-            seen = self.multi_modal_projector(self.vision_tower(patches, grids))  # [visual tokens, C]
-            x = x.masked_scatter(place.unsqueeze(-1), seen.to(x.dtype))
-        return x
+        if len(at) != have:
+            raise ValueError(f"{len(at)} placeholder tokens, but {have} visual tokens")
+        device = self.embed_tokens.weight.device
+        x = self.embed_tokens(tokens.to(device, non_blocking=True))
+        if patches is None:
+            return x
+        seen = self.multi_modal_projector(self.vision_tower(patches, grids)).to(x.dtype)  # [visual tokens, C]
+        return x.flatten(0, 1).index_copy(0, at.to(device, non_blocking=True), seen).view_as(x)
 
     def forward(self, tokens, patches=None, grids=None, targets=None, cache=None, warmup=False, last_only=False):
-        """tokens [B,T] (with a cache: the T that follow each row's lens), patches [N,P] and grids [n,3] of every picture and clip in the order
-        of their placeholders, targets [B,T] already shifted, -100 ignored -> M3Output.
+        """tokens [B,T] on the CPU or the model's device (with a cache: the T that follow each row's lens), patches [N,P] float and
+        grids [n,3] on the CPU of every picture and clip in the order of their placeholders, targets [B,T] already shifted, -100 ignored
+        -> M3Output.
 
-        warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual tokens differ
-        in number, or the cache would overflow; nothing is written then.
+        warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual tokens
+        differ in number, or the cache would overflow; nothing is written then.
         """
         c = self.config
         B, T = tokens.shape
         if cache is not None:
-            cache.lens = cache.lens.to(tokens.device)
-            cache.check(T)
+            cache.check(B, T)
         x = self.embed(tokens, patches, grids)
-        pos = torch.arange(T, device=tokens.device)[None]
-        cos, sin = rope_table(pos if cache is None else pos + cache.lens[:, None], c.rotary_dim, c.rope_theta)
+        pos = torch.arange(T, device=x.device)[None]  # [1,T]
+        if cache is not None:
+            cache.lens = cache.lens.to(x.device)
+            pos = pos + cache.lens[:, None]  # [B,T]
+        cos, sin = rope_table(pos, c.rotary_dim, c.rope_theta)
         kl = torch.zeros((), device=x.device)
         for layer in self.layers:
-            if self.checkpoint_layers and self.training:
+            if self.checkpoint_layers and self.training and cache is None:
                 x, layer_kl = checkpoint(layer, x, cos, sin, None, warmup, use_reentrant=False)
             else:
                 x, layer_kl = layer(x, cos, sin, cache, warmup)
             kl = kl + layer_kl
         if cache is not None:
-            cache.lens = cache.lens + T
-        x = self.norm(x[:, -1:] if last_only else x)
+            cache.advance(T)
         if targets is None:
-            return M3Output(self.lm_head(x), None, None, kl)
-        n = (targets >= 0).sum().clamp(min=1)
-        lm_loss = chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten()) / n
+            return M3Output(self.lm_head(self.norm(x[:, -1:] if last_only else x)), None, None, kl)
+        n = (targets != -100).sum().clamp(min=1)  # no targets at all: a loss of 0, not NaN
+        lm_loss = chunked_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten()) / n
         return M3Output(None, lm_loss + c.index_kl_coef * kl, lm_loss, kl)
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move every MoE's correction bias by `rate` towards the experts that got less than their share since the last call, and away from
-        those that got more (auxiliary-loss-free balancing, as in DeepSeek-V3). Counts are summed over processes."""
+        """Move every MoE's correction bias by `rate`: up for the experts that got less than their share since the last call, down for
+        those that got more (balancing without an auxiliary loss, as in DeepSeek-V3). Counts are summed over processes."""
         for m in self.modules():
             if isinstance(m, MoE):
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -377,9 +410,11 @@ class M3(nn.Module):
                 m.load.zero_()
 
     def compile_layers(self):
-        """torch.compile every decoder and ViT layer in place: equal layers share one compilation, and it takes seconds instead of minutes."""
-        for layer in [*self.layers, *self.vision_tower.layers]:
+        """torch.compile every decoder and ViT layer in place: layers of one kind share a compilation, so it takes seconds, not minutes."""
+        for layer in self.layers:
             layer.compile()
+        for layer in self.vision_tower.layers:
+            layer.compile(dynamic=True)  # the number of patches differs from batch to batch
 
     # ---- sizes ----
 
@@ -395,8 +430,10 @@ class M3(nn.Module):
         return n + (self.embed_tokens.weight.numel() + self.lm_head.weight.numel() if embeddings else 0)
 
     def flops_per_token(self, context):
-        """Forward FLOPs of one text token in the middle of `context`: 2 for each active weight (head in, embedding out), and attention:
-        4 H D for each key looked at, 2 Hkv Di for each key indexed; on average context / 2 keys are visible."""
+        """Forward FLOPs of a text token that sees context / 2 keys, the average in a full window:
+
+        2 x active weights, head in and embedding out, + 4 H D x keys looked at + 2 Hkv Di x keys indexed, a layer.
+        """
         c = self.config
         n = 2 * (self.parameters_active(False) + self.lm_head.weight.numel())
         for kind in c.layer_types:
@@ -413,113 +450,101 @@ class M3(nn.Module):
     def from_hf(cls, config, state_dict):
         """The released architecture's config (its to_dict()) and IN-MEMORY state dict -> our model with the same numbers.
 
-        state_dict is that of MiniMaxM3SparseForConditionalGeneration, with fused expert tensors. ValueError names a config field that cannot
-        be expressed here, or the first tensor that is missing, left over or of another shape.
+        state_dict is that of MiniMaxM3SparseForConditionalGeneration, with fused expert tensors. ValueError names a config field that
+        cannot be expressed here, or the first tensor that is missing, left over or of another shape (all of them are counted).
         """
         model = cls(config_from_hf(config))
-        ours, theirs = model.state_dict(), {}
-        for k, v in state_dict.items():
-            k = hf_name_to_ours(k)
-            if k == "vision_tower.embed.weight":
-                v = v.flatten(1)  # Conv3d kernel [out, C, tp, p, p] -> [out, C*tp*p*p]
-            theirs[k] = v
+        ours = model.state_dict()
+        theirs = dict(state_dict)
         if model.config.tie_word_embeddings:
-            theirs.setdefault("lm_head.weight", theirs.get("embed_tokens.weight"))
-        for what, names in (("is missing", ours.keys() - theirs.keys()), ("is not expected", theirs.keys() - ours.keys())):
+            theirs.setdefault("lm_head.weight", theirs.get("model.language_model.embed_tokens.weight"))
+        want = model.to_hf()
+        for what, names in (("is missing", want.keys() - theirs.keys()), ("is not expected", theirs.keys() - want.keys())):
             if names:
-                raise ValueError(f"state dict: {sorted(names)[0]} {what} ({len(names)} such)")
-        for k, v in theirs.items():
-            if v.shape != ours[k].shape:
-                raise ValueError(f"state dict: {k} has shape {list(v.shape)}, expected {list(ours[k].shape)}")
-        model.load_state_dict(theirs)
+                raise ValueError(f"state dict: {min(names)} {what} ({len(names)} such)")
+        for k, x in want.items():
+            if theirs[k].shape != x.shape:
+                raise ValueError(f"state dict: {k} has shape {list(theirs[k].shape)}, expected {list(x.shape)}")
+        model.load_state_dict({k: theirs[name_in_hf(k)].reshape(x.shape) for k, x in ours.items()})
         return model
 
     def to_hf(self):
-        """The state dict under the released names and shapes; the inverse of from_hf."""
+        """The state dict under the released names and shapes; the inverse of from_hf. The tensors share the model's memory."""
         v = self.config.vision
-        out = {}
-        for k, x in self.state_dict().items():
-            k = k.replace("_orig_mod.", "")
-            if k == "vision_tower.embed.weight":
-                x = x.view(-1, v.num_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-            out[our_name_to_hf(k)] = x
+        out = {name_in_hf(k): x for k, x in self.state_dict().items()}
+        k = name_in_hf("vision_tower.embed.weight")  # a Conv3d kernel there: [out, C, tp, p, p]
+        out[k] = out[k].view(-1, v.num_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
         return out
 
 
-# ours -> released, piece by piece of a name
-VISION_NAMES = [("embed.", "embeddings.proj."), ("pre_norm.", "pre_layrnorm."), (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."), (".fc1.", ".mlp.fc1."), (".fc2.", ".mlp.fc2.")]
-VISION_NAMES += [(f".{x}_proj.", f".self_attn.{x}_proj.") for x in ("q", "k", "v", "out")]
+VISION_NAMES = (
+    [("embed.", "embeddings.proj."), ("pre_norm.", "pre_layrnorm."), (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2.")]
+    + [(f".{x}.", f".mlp.{x}.") for x in ("fc1", "fc2")]
+    + [(f".{x}_proj.", f".self_attn.{x}_proj.") for x in ("q", "k", "v", "out")]
+)
 INDEX_NAMES = [(f"index_{x}", f"indexer.{x}") for x in ("q_proj", "k_proj", "q_norm", "k_norm")]
 
 
-def our_name_to_hf(k):
-    if k.startswith("vision_tower."):
-        for a, b in VISION_NAMES:
-            k = k.replace(a, b)
-        return f"model.{k}"
-    if k.startswith("multi_modal_projector."):
-        return f"model.{k}"
+def name_in_hf(k):
+    """Our tensor's name -> the released model's, piece by piece."""
     if k.startswith("lm_head."):
         return k
-    for a, b in INDEX_NAMES:
-        k = k.replace(a, b)
-    return f"model.language_model.{k}"
-
-
-def hf_name_to_ours(k):
-    k = k.removeprefix("model.").removeprefix("language_model.")
-    for a, b in VISION_NAMES if k.startswith("vision_tower.") else INDEX_NAMES:
-        k = k.replace(b, a)
-    return k
+    eyes = k.startswith(("vision_tower.", "multi_modal_projector."))
+    for ours, theirs in VISION_NAMES if k.startswith("vision_tower.") else INDEX_NAMES:
+        k = k.replace(ours, theirs)
+    return f"model.{k}" if eyes else f"model.language_model.{k}"
 
 
 def config_from_hf(config):
     """The released config as a dict -> M3Config. ValueError names a field whose value has no counterpart here."""
     t, v = dict(config["text_config"]), dict(config["vision_config"])
-    rope = t.get("rope_parameters") or {}
-    for have, name, fixed in (
-        (rope, "rope_type", "default"),
-        (t, "attention_dropout", 0.0),
-        (t, "hidden_act", "silu"),
-        (v, "hidden_act", "gelu"),
-        (v, "attention_dropout", 0.0),
-        (v.get("rope_parameters") or {}, "rope_type", "axial"),
+    rope, vision_rope = t.get("rope_parameters") or {}, v.get("rope_parameters") or {}
+    for where, have, name, fixed in (
+        ("rope_parameters", rope, "rope_type", "default"),
+        ("vision rope_parameters", vision_rope, "rope_type", "axial"),
+        ("text_config", t, "hidden_act", "silu"),  # the pointwise act of the released class is never used
+        ("vision_config", v, "hidden_act", "gelu"),
+        ("text_config", t, "attention_dropout", 0.0),
+        ("vision_config", v, "attention_dropout", 0.0),
     ):
         if have.get(name, fixed) != fixed:
-            raise ValueError(f"{name} {have[name]!r} cannot be expressed: only {fixed!r}")
-    ours = {f.name for f in fields(M3Config)} - {"vision", "attention", "index_detach", "index_kl_coef"}
-    kw = {k: x for k, x in t.items() if k in ours}
-    n = t["num_hidden_layers"]
-    kw["layer_types"] = t.get("layer_types") or ["full_attention"] * n  # transformers' defaults, not the released lists
+            raise ValueError(f"{where}: {name} {have[name]!r} cannot be expressed here, only {fixed!r}")
+    taken = {f.name for f in fields(M3Config)} - {"vision", "attention", "index_detach", "index_kl_coef"}
+    kw = {k: x for k, x in t.items() if k in taken}
+    n = t["num_hidden_layers"]  # where a list is missing, transformers' default counts, not the released model
+    kw["layer_types"] = t.get("layer_types") or ["full_attention"] * n
     kw["mlp_layer_types"] = t.get("mlp_layer_types") or ["sparse"] * n
-    kw |= {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "rope_theta": rope.get("rope_theta", 5e6)}
+    kw["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)  # the field rotary_dim is not read there either
+    kw["rope_theta"] = rope.get("rope_theta", 5e6)
     kw |= {"image_token_id": config["image_token_index"], "video_token_id": config["video_token_index"]}
     kw |= {"projector_hidden_size": config["projector_hidden_size"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     vision = {k: x for k, x in v.items() if k in {f.name for f in fields(ViTConfig)}}
-    vision["rope_theta"] = (v.get("rope_parameters") or {}).get("rope_theta", 1e4)
+    vision["rope_theta"] = vision_rope.get("rope_theta", 1e4)
     return M3Config(vision=ViTConfig(**vision), **kw)
 
 
 def main():
     small = M3Config(
-        vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, dense_intermediate_size=128,
-        intermediate_size=64, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, index_n_heads=2, index_head_dim=16,
-        index_block_size=8, index_topk_blocks=3, projector_hidden_size=64, image_token_id=510, video_token_id=511,
-        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], mlp_layer_types=["dense", "sparse", "sparse"],
+        vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        dense_intermediate_size=128, intermediate_size=64, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
+        index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=3, projector_hidden_size=64, image_token_id=510,
+        video_token_id=511, layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
         vision=ViTConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, temporal_patch_size=1),
     )  # fmt: skip
     with torch.device("meta"):
-        released = M3(M3Config())
-    for name, m in (("small", M3(small)), ("released", released)):
-        total, active, bare = m.parameters_total(), m.parameters_active(), m.parameters_active(embeddings=False)
-        print(f"{name}: {total / 1e9:.4g}B parameters, {active / 1e9:.4g}B active a token ({bare / 1e9:.4g}B without embedding and head), ", end="")
-        print(", ".join(f"{m.flops_per_token(n) / 1e9:.4g} GFLOP a token at {n:,}" for n in (4096, 1 << 20)))
+        released = M3(M3Config())  # 427 billion parameters without a byte
+    print("FLOPs of a token: 2 x active weights + a layer 4 x H x D x keys looked at + 2 x Hkv x Di x keys indexed")
+    for name, m, unit, letter in (("small", M3(small), 1e6, "M"), ("released", released, 1e9, "B")):
+        total, active, bare = (n / unit for n in (m.parameters_total(), m.parameters_active(), m.parameters_active(embeddings=False)))
+        print(f"{name}: {total:.1f}{letter} parameters, {active:.1f}{letter} active a token, {bare:.1f}{letter} without embedding and head")
+        print("  " + ", ".join(f"{m.flops_per_token(n) / unit:.1f} {letter}FLOP a token at {n:,} tokens" for n in (4096, 1 << 20)))
     torch.manual_seed(0)
     model = M3(small).eval()
     tokens = torch.randint(0, 500, (1, 60))
     with torch.no_grad():
         whole, cache = model(tokens).logits, Cache(small, 1, 64)
-        pieces = torch.cat([model(part, cache=cache).logits for part in tokens.split(7, dim=1)], dim=1)
+        pieces = torch.cat([model(part, cache=cache).logits for part in tokens.split(7, dim=1)], dim=1)  # [1,60,512]
     print(f"60 tokens at once and in sevens through the cache: largest difference {(whole - pieces).abs().max().item():.0e}")
 
 

@@ -96,6 +96,17 @@ def _kernels(backend, q, **shape):
     return kernels
 
 
+def _fp32(function):
+    """Run outside of autocast: inside it, a product of two fp32 tensors would quietly be done in bf16."""
+
+    @functools.wraps(function)
+    def run(x, *args, **kw):
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args, **kw)
+
+    return run
+
+
 def _check(q, k, lens, name="q"):
     T, S = q.shape[1], k.shape[1]
     if lens is None:
@@ -130,6 +141,7 @@ def pick_blocks(scores, pos, block_size, topk):
     return ids.int()
 
 
+@_fp32
 def select_blocks(iq, ik, block_size, topk, lens=None, backend=None):
     """The block ids each query keeps, one selection per KV group (paper eq. 4-6; released MiniMaxM3VLIndexer).
 
@@ -208,6 +220,7 @@ def _blank_tail(x, lens):
     return torch.where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
 
+@_fp32
 def attention_weights(q, k, ids, block_size, lens=None, scale=None):
     """The softmax over each query's support: p [B,Hkv,G,T,S] fp32, lse [B,H,T] fp32, some [B,Hkv or 1,T] bool.
 
@@ -226,6 +239,7 @@ def attention_weights(q, k, ids, block_size, lens=None, scale=None):
     return logits.softmax(-1), lse, some.squeeze(-1).squeeze(2)
 
 
+@_fp32
 def _attend(q, k, v, ids, block_size, lens, scale):
     p, lse, some = attention_weights(q, k, ids, block_size, lens, scale)
     out = torch.einsum("bhgts,bshd->bthgd", p, _blank_tail(v, lens).float())  # [B,T,Hkv,G,D]
@@ -281,6 +295,7 @@ def full_attention(q, k, v, lens=None):
 # How the index branch learns
 
 
+@_fp32
 def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=None):
     """KL(teacher || student) over each query's support, mean over the (row, query, group) with a support: a scalar (paper eq. 8-9).
 
@@ -309,6 +324,7 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=
     return kl.sum() / some.sum().clamp(min=1)  # a query without support has teacher 0 and adds nothing
 
 
+@_fp32
 @torch.no_grad()
 def selection_recall(q, k, ids, block_size, queries=64):
     """How good a selection is, on at most `queries` evenly spaced queries that had to choose (more visible blocks than K), for T == S.

@@ -196,7 +196,7 @@ def forward(model, batch, prep, device, **kw):
     if "patches" in batch:
         patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
     targets = move(batch["targets"]) if "targets" in batch else None
-    return model(move(batch["tokens"]), patches=patches, grids=grids, targets=targets, **kw)
+    return model(batch["tokens"], patches=patches, grids=grids, targets=targets, **kw)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,8 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples):
 
     out = {}
     model.eval()
-    with torch.no_grad(), torch.random.fork_rng(), autocast():
+    # Eager: the held-out batches have a new shape each, and compiling for it would take longer than running it.
+    with torch.no_grad(), torch.random.fork_rng(), autocast(), torch.compiler.set_stance("force_eager"):
         nll = 0.0
         size = s.get("micro_batch_size") or s["batch_size"]
         for i in range(0, len(windows[0]), size):

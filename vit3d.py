@@ -2,9 +2,9 @@
 
     python vit3d.py                     a demonstration on the CPU: shapes, one equality, one number
 
-The idea. A 2D ViT looks at every frame alone, so motion is left to the language model. Here a clip is cut into SEGMENTS of at most four
-temporal patches, and inside a segment every patch attends to every other: 3D attention. A still picture is a segment of one. Positions
-are 3-axis RoPE (time, height, width), and time restarts in each segment. A segment sees nothing outside itself.
+The idea. A 2D ViT looks at every frame alone, so motion is left to the language model. Here a clip is cut into SEGMENTS of at
+most four temporal patches, and inside a segment every patch attends to every other: 3D attention. A still picture is a segment of
+one. Positions are 3-axis RoPE (time, height, width), and time restarts in each segment. A segment sees nothing outside itself.
 
     clip [T,C,h,w] -> patchify -> patches [N, C*tp*p*p], grids [n,3]      one grid row (t, h, w) a segment, in patches
     patches -> ViT -> [N, hidden] -> Projector -> [N / merge^2, text hidden]      one visual token for 2 x 2 patches
@@ -12,6 +12,7 @@ are 3-axis RoPE (time, height, width), and time restarts in each segment. A segm
 Follows the released model (transformers, minimax_m3_vl, version 5.23 or later).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +38,11 @@ class ViTConfig:
 
     def __post_init__(self):
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"vision hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}")
+            raise ValueError(f"vision hidden_size {self.hidden_size} cannot be shared by {self.num_attention_heads} attention heads")
         if self.hidden_size // self.num_attention_heads < 6:
             raise ValueError("a vision head needs at least 6 dims: two for each of the three axes")
+        if self.frames_per_segment < 1:
+            raise ValueError(f"frames_per_segment must be at least 1, not {self.frames_per_segment}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -51,8 +54,8 @@ def patchify(clip, patch_size=14, temporal_patch_size=1, merge_size=2, frames_pe
 
     clip [T,C,h,w], any dtype (a still picture has T = 1; with a temporal patch of 2 it is doubled, as is an odd last frame)
     -> patches [N, C*tp*p*p] in that order within a patch, grids [n,3] int64 (t, h, w) in patches, one row a segment.
-    Within a temporal patch the patches run block after block of merge x merge neighbours, so that the projector's groups are contiguous.
-    Raises ValueError if h or w is no multiple of patch_size * merge_size.
+    Within a temporal patch the patches run block after block of merge x merge neighbours, so that the projector joins rows that follow
+    each other. ValueError if the clip is empty, h or w is no multiple of patch_size * merge_size, or frames_per_segment is below 1.
     """
     if clip.dim() != 4:
         raise ValueError(f"a clip has shape [T,C,h,w], not {list(clip.shape)}")
@@ -60,31 +63,37 @@ def patchify(clip, patch_size=14, temporal_patch_size=1, merge_size=2, frames_pe
     p, tp, m = patch_size, temporal_patch_size, merge_size
     if T < 1 or h < 1 or w < 1 or h % (p * m) or w % (p * m):
         raise ValueError(f"a clip of {T} frames of {h} x {w} pixels: height and width must be multiples of {p * m}")
+    if frames_per_segment < 1:
+        raise ValueError(f"frames_per_segment must be at least 1, not {frames_per_segment}")
     if T % tp:
-        clip = torch.cat((clip, clip[-1:].expand(tp - T % tp, -1, -1, -1)))
+        clip = torch.cat((clip, clip[-1:].expand(tp - T % tp, -1, -1, -1)))  # [t*tp,C,h,w]
     t, hp, wp = clip.shape[0] // tp, h // p, w // p
-    x = clip.reshape(t, tp, C, hp // m, m, p, wp // m, m, p)
+    x = clip.reshape(t, tp, C, hp // m, m, p, wp // m, m, p)  # [t, tp, C, h blocks, m, p, w blocks, m, p]
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)  # [t, h blocks, w blocks, m, m, C, tp, p, p]
     lengths = [min(frames_per_segment, t - i) for i in range(0, t, frames_per_segment)]
     return x.reshape(t * hp * wp, C * tp * p * p), torch.tensor([[n, hp, wp] for n in lengths])
 
 
+@functools.cache
+def segment_positions(t, h, w, m):
+    """(t, h, w) of every patch of one segment, [t*h*w, 3], in patchify's order."""
+    at = torch.stack(torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij"), dim=-1)  # [t,h,w,3]
+    return at.view(t, h // m, m, w // m, m, 3).transpose(2, 3).reshape(-1, 3)  # [t, h blocks, w blocks, m, m, 3] in rows
+
+
 def positions(grids, merge_size):
-    """(t, h, w) of every patch, [N,3], in patchify's order; t restarts in each segment."""
-    parts = []
-    for t, h, w in grids.tolist():
-        m = merge_size
-        at = torch.stack(torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij"), dim=-1)  # [t,h,w,3]
-        at = at.view(t, h // m, m, w // m, m, 3).transpose(2, 3)  # [t, h blocks, w blocks, m, m, 3]
-        parts.append(at.reshape(-1, 3))
-    return torch.cat(parts)
+    """(t, h, w) of every patch of all segments, [N,3]; t restarts in each."""
+    return torch.cat([segment_positions(*g, merge_size) for g in grids.tolist()])
 
 
 def rope_3d(at, head_dim, theta):
-    """cos and sin [N,R] for positions at [N,3]. Each axis gets the largest even number of dims <= head_dim / 3 (80 -> 26, R = 78); the bands
-    stand T|H|W in the first half and again in the second, so that dim i pairs with i + R/2 across all three; the last head_dim - R dims stay."""
+    """cos and sin [N,R] fp32 for positions at [N,3] (released MiniMaxM3VLVisionRotaryEmbedding).
+
+    Each axis gets the largest even number of dims <= head_dim / 3 (80 -> 26 each, R = 78). The bands stand T|H|W in the first half and
+    again in the second, so that dim i pairs with i + R/2 across all three; the last head_dim - R dims pass unchanged.
+    """
     band = 2 * (head_dim // 3 // 2)
-    freq = theta ** -(torch.arange(0, band, 2, device=at.device, dtype=torch.float32) / band)  # [band/2]
+    freq = 1.0 / theta ** (torch.arange(0, band, 2, device=at.device, dtype=torch.float32) / band)  # [band/2]
     angle = (at.float()[:, :, None] * freq).flatten(1)  # [N, 3*band/2]
     angle = torch.cat((angle, angle), dim=-1)  # [N,R]
     return angle.cos(), angle.sin()
@@ -102,26 +111,34 @@ def rotate(x, cos, sin):
 # The ViT
 
 
+@torch.compiler.disable  # the groups differ from batch to batch: inside a compiled layer every new set would be compiled anew
+def attend(q, k, v, groups):
+    """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,3] on the CPU: from row `start` on, `count` segments of `length` patches each stand
+    one after the other. They are one batch for attention, so nothing is padded and no segment sees another."""
+    outs = []
+    for start, count, length in groups.tolist():
+        a, b, c = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(a, b, c)  # [count,heads,length,d]
+        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count*length, heads*d]
+    return torch.cat(outs)
+
+
 class Layer(nn.Module):
     """Pre-LN transformer layer with biases everywhere and an erf-GELU MLP."""
 
     def __init__(self, c):
         super().__init__()
         self.heads = c.num_attention_heads
-        self.norm1, self.norm2 = nn.LayerNorm(c.hidden_size, c.layer_norm_eps), nn.LayerNorm(c.hidden_size, c.layer_norm_eps)
+        self.norm1, self.norm2 = (nn.LayerNorm(c.hidden_size, c.layer_norm_eps) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(c.hidden_size, c.hidden_size) for _ in range(4))
-        self.fc1, self.fc2 = nn.Linear(c.hidden_size, c.intermediate_size), nn.Linear(c.intermediate_size, c.hidden_size)
+        self.fc1 = nn.Linear(c.hidden_size, c.intermediate_size)
+        self.fc2 = nn.Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x, cos, sin, groups):
-        """x [N,C]; groups: [(start, count, length)]: `count` segments of `length` patches each stand one after the other from `start`."""
+        """x [N,C], cos and sin [N,R], groups as for attend -> [N,C]."""
         h = self.norm1(x)
         q, k, v = (f(h).unflatten(-1, (self.heads, -1)) for f in (self.q_proj, self.k_proj, self.v_proj))  # [N,heads,d]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        outs = []
-        for start, count, length in groups:
-            one = [y[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for y in (q, k, v)]  # [count,heads,length,d]
-            outs.append(F.scaled_dot_product_attention(*one).transpose(1, 2).flatten(2).flatten(0, 1))  # [count*length,C]
-        x = x + self.out_proj(torch.cat(outs))
+        x = x + self.out_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, groups))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
@@ -129,7 +146,8 @@ class ViT(nn.Module):
     """patches [N, C*tp*p*p] float, grids [n,3] on the CPU -> features [N, hidden].
 
     No padding: segments of one length are one batch for attention, whatever pictures they come from. No class token, no absolute
-    position, one LayerNorm after the patch embedding and none at the end. Raises ValueError if the grids do not add up to N patches.
+    position, one LayerNorm after the patch embedding and none at the end. Raises ValueError if the grids do not add up to N patches, or
+    cannot be merged.
     """
 
     def __init__(self, config):
@@ -140,24 +158,25 @@ class ViT(nn.Module):
         self.pre_norm = nn.LayerNorm(c.hidden_size, c.layer_norm_eps)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
 
-    def plan(self, grids):
-        """Sort the segments by length -> (order [N] or None if sorted already, groups [(start, count, length)])."""
-        lengths = grids.prod(-1).tolist()
-        by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
-        groups, start = [], 0
-        for length in sorted(set(lengths)):
-            count = lengths.count(length)
-            groups.append((start, count, length))
-            start += count * length
-        if by_length == list(range(len(lengths))):
+    @staticmethod
+    def plan(grids):
+        """Bring segments of one length together -> order [N] of the patches (None: they are), groups [g,3] for attend."""
+        lengths = grids.prod(-1)  # [n] patches of each segment
+        sizes, counts = lengths.unique(return_counts=True)  # sorted
+        starts = (sizes * counts).cumsum(0) - sizes * counts
+        groups = torch.stack((starts, counts, sizes), dim=-1)
+        by_length = lengths.argsort(stable=True)
+        if (by_length == torch.arange(len(lengths))).all():
             return None, groups
-        firsts = torch.tensor([0, *lengths]).cumsum(0)
-        return torch.cat([torch.arange(int(firsts[i]), int(firsts[i + 1])) for i in by_length]), groups
+        segment = torch.arange(len(lengths)).repeat_interleave(lengths)  # [N] the segment of each patch
+        return lengths[segment].argsort(stable=True), groups
 
     def forward(self, patches, grids):
         c = self.config
-        if int(grids.prod(-1).sum()) != len(patches):
-            raise ValueError(f"the grids describe {int(grids.prod(-1).sum())} patches, but there are {len(patches)}")
+        if (said := int(grids.prod(-1).sum())) != len(patches):
+            raise ValueError(f"the grids describe {said} patches, but there are {len(patches)}")
+        if (grids[:, 1:] % c.spatial_merge_size).any():
+            raise ValueError(f"grid heights and widths must be multiples of {c.spatial_merge_size}, not {grids.tolist()}")
         order, groups = self.plan(grids)
         at = positions(grids, c.spatial_merge_size)
         if order is not None:
@@ -170,13 +189,15 @@ class ViT(nn.Module):
 
 
 class Projector(nn.Module):
-    """features [N, vision hidden] -> visual tokens [N / merge^2, text hidden]: an MLP a patch, then an MLP over merge x merge neighbours."""
+    """features [N, vision hidden] -> visual tokens [N/merge^2, text hidden]: an MLP a patch, then one over merge x merge neighbours."""
 
     def __init__(self, vision_hidden, projector_hidden, text_hidden, merge_size):
         super().__init__()
         self.merge = merge_size**2
-        self.linear_1, self.linear_2 = nn.Linear(vision_hidden, projector_hidden), nn.Linear(projector_hidden, text_hidden)
-        self.merge_linear_1, self.merge_linear_2 = nn.Linear(text_hidden * self.merge, projector_hidden), nn.Linear(projector_hidden, text_hidden)
+        self.linear_1 = nn.Linear(vision_hidden, projector_hidden)
+        self.linear_2 = nn.Linear(projector_hidden, text_hidden)
+        self.merge_linear_1 = nn.Linear(text_hidden * self.merge, projector_hidden)
+        self.merge_linear_2 = nn.Linear(projector_hidden, text_hidden)
 
     def forward(self, x):
         x = self.linear_2(F.gelu(self.linear_1(x)))  # [N,text]
@@ -185,21 +206,24 @@ class Projector(nn.Module):
 
 
 def main():
-    torch.manual_seed(0)
-    clip = torch.randn(8, 3, 56, 84)
+    clip = torch.randn(8, 3, 56, 84, generator=torch.Generator().manual_seed(0))
+    changed = clip.clone()
+    changed[0] += 1  # touch the first frame only
+    print(f"clip {list(clip.shape)}: 8 frames of 56 x 84 pixels, patches of 14 x 14, so 4 x 6 patches a frame")
     for frames in (1, 4):
-        c = ViTConfig(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, temporal_patch_size=1, frames_per_segment=frames)
-        patches, grids = patchify(clip, c.patch_size, 1, 2, frames)
         torch.manual_seed(1)
-        vit = ViT(c)
+        c = ViTConfig(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, temporal_patch_size=1)
+        vit, cut = ViT(c), lambda x, frames=frames: patchify(x, frames_per_segment=frames)
+        patches, grids = cut(clip)
         out = vit(patches, grids)
-        changed = clip.clone()
-        changed[0] += 1  # touch the first frame only
-        moved = (vit(patchify(changed, c.patch_size, 1, 2, frames)[0], grids) - out).abs().view(8, -1).amax(1) > 1e-6
-        print(f"frames_per_segment {frames}: clip {list(clip.shape)} -> patches {list(patches.shape)}, segments {grids.tolist()}")
-        print(f"   touching frame 0 changes the features of frames {moved.nonzero().flatten().tolist()}")
-    alone = vit(*patchify(clip[:4], c.patch_size, 1, 2, 4))
-    print(f"the first segment alone gives the same features: largest difference {(alone - out[: len(alone)]).abs().max().item():.0e}")
+        moved = (vit(*cut(changed)) - out).abs().view(8, -1).amax(1) > 1e-6  # [8], a frame each
+        print(f"frames_per_segment {frames}: patches {list(patches.shape)}, {len(grids)} segments of {grids[0].tolist()} (t, h, w)")
+        print(f"  touching frame 0 changes the features of frames {moved.nonzero().flatten().tolist()}")
+    alone = vit(*cut(clip[:4]))  # [96,96]
+    diff = (alone - out[: len(alone)]).abs().max().item()
+    print(f"the first segment alone gives the same features: largest difference {diff:.0e}")
+    tokens = Projector(96, 128, 64, 2)(out)
+    print(f"projector: features {list(out.shape)} -> visual tokens {list(tokens.shape)}, one for 2 x 2 patches")
 
 
 if __name__ == "__main__":
