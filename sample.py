@@ -33,11 +33,15 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
-def pick(logits, temperature, top_k, generator):
-    """One token per row from logits [n,V]: argmax at temperature 0 (or too small to divide by), else a draw from the top_k (0: all)."""
+def pick(logits, temperature, top_k, generator, banned=()):
+    """One token per row from logits [n,V]: argmax at temperature 0 (or too small to divide by), else a draw from the top_k (0: all).
+    `banned` ids are never taken: a placeholder without a picture would have no meaning."""
+    import torch
+
+    logits = logits.float().index_fill(-1, torch.tensor(banned, dtype=torch.long, device=logits.device), float("-inf"))
     if temperature < 1e-6:
         return logits.argmax(-1)  # [n]
-    logits = logits.float() / temperature
+    logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
         floor = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
@@ -72,7 +76,7 @@ def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperatur
         logits = logits.expand(num_samples, -1)
         alive = [True] * num_samples
         for i in range(min(max_tokens, capacity - len(tokens))):
-            new = pick(logits, temperature, top_k, generator)  # [n]
+            new = pick(logits, temperature, top_k, generator, (model.config.image_token_id, model.config.video_token_id))  # [n]
             ids = new.tolist()
             alive = [a and t != stop for a, t in zip(alive, ids)]
             yield [t if a else None for a, t in zip(alive, ids)]
@@ -105,7 +109,7 @@ def read_checkpoint(path):
     except Exception as e:
         raise ValueError(f"{path} is not a whole nanoM3 checkpoint ({type(e).__name__})") from e
     if missing:
-        raise ValueError(f"{path} is not a nanoM3 checkpoint: it has no {sorted(missing)[0]!r}")
+        raise ValueError(f"{path} is not a nanoM3 checkpoint: it has no {min(missing)!r}")
     return state
 
 
@@ -176,15 +180,19 @@ def showcase(model, tok, prep, settings, out):
         print("This model was trained on text only: no pictures to show.")
         return
     pictures = data.Pictures(settings["canvas"], settings["pictures"] or None)
-    items = [e for kind in data.HELDOUT for e in data.heldout(kind, 3, pictures)]
-    fig, axes = plt.subplots(len(items) // 3, 3, figsize=(12, 0.65 * len(items)), dpi=100)
+    kinds = [kind for kind, task in data.HELDOUT.items() if task in data.parse_mix(settings["tasks"])]
+    items = [e for kind in kinds for e in data.heldout(kind, 3 if len(kinds) > 3 else 9, pictures)]
+    columns = 3 if any(is_clip for e in items for _, is_clip in e.visuals) else 6
+    rows = -(-len(items) // columns)
+    fig, axes = plt.subplots(rows, columns, figsize=(12, 2.2 * rows), dpi=100, squeeze=False)
+    for ax in axes.flat:
+        ax.axis("off")
     right = 0
     for ax, e in zip(axes.flat, items):
         said = answer(model, tok, prep, e.visuals, e.question)
         right += said == e.answer
         strip = np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1)  # frames side by side, [h, T*w, 3]
         ax.imshow(strip)
-        ax.axis("off")
         asked = f"{e.question} " if e.question else ""
         label = asked + said if said == e.answer else f"{asked}{said}\n(truth: {e.answer})"
         ax.set_title(label, fontsize=8, color="darkgreen" if said == e.answer else "firebrick", y=-0.02, va="top")
@@ -291,7 +299,9 @@ def main(argv=None):
     seconds = time.perf_counter() - began
     if first is not None:
         print(f"[{len(ids)} prompt tokens, first token after {first * 1e3:.0f} ms, {made / seconds:.1f} tokens/s]", file=sys.stderr)
-    if args.attention_map and new:
+    if args.attention_map and not new:
+        print("the model ended its answer at once: no word to draw an attention map of", file=sys.stderr)
+    elif args.attention_map:
         attention_map(model, tok, prep, ids, patches, grids, clips, new, args.attention_map)
     return 0
 

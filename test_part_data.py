@@ -205,7 +205,7 @@ def test_training_never_shows_what_is_held_out(monkeypatch, tmp_path_factory):
     """A task that forgets to ask whether its pictures, their pair or their motion are kept for the test."""
     p = shared_pictures(monkeypatch, tmp_path_factory)
     shown, real = [], data.render
-    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: shown.append(frames) or real(pictures, rng, frames))
+    monkeypatch.setattr("pictures.render", lambda pictures, rng, frames: shown.append(frames) or real(pictures, rng, frames))
     rng = random.Random(0)
     examples = [data.training_example(p, rng) for _ in range(1500)]
     train = set(p.train)
@@ -236,7 +236,7 @@ def test_tiles_never_overlap_or_leave_the_canvas(monkeypatch, tmp_path_factory):
                 assert all(c <= e or g <= a or d <= f or h <= b for e, f, g, h in boxes[:n]), things
         return np.zeros((len(frames), 3, p.size, p.size), np.uint8)
 
-    monkeypatch.setattr(data, "render", check)
+    monkeypatch.setattr("pictures.render", check)
     rng = random.Random(0)
     for _ in range(3000):
         data.training_example(p, rng)
@@ -246,7 +246,7 @@ def test_tiles_never_overlap_or_leave_the_canvas(monkeypatch, tmp_path_factory):
 def test_motion_is_told_by_the_pixels(monkeypatch, tmp_path_factory, motion):
     """A label that does not match what moves on the canvas: the centre of what is drawn must go where the words say."""
     p, placed, real = shared_pictures(monkeypatch, tmp_path_factory), [], data.render
-    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
+    monkeypatch.setattr("pictures.render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
     for k in range(8):
         i = [i for i, turns in enumerate(p.turns) if turns][k]
         frames = data.film(p, random.Random(k), [(i, motion)]).astype(int)

@@ -27,24 +27,16 @@ from pathlib import Path
 
 RECIPES = ("native", "midtrain", "cpt", "text_only")
 
-# One dial. Each preset: the model, then what the run uses. Everything in `run` is also a flag.
+# One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
 PRESETS = {
-    "tiny": dict(  # two CPU cores, about five minutes
-        model=dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, partial_rotary_factor=0.5,
-                   dense_intermediate_size=384, intermediate_size=128, shared_intermediate_size=128, num_local_experts=4, num_experts_per_tok=2,
-                   index_head_dim=32, index_block_size=16, index_topk_blocks=6, dense_layers=1, projector_hidden_size=128),
-        vision=dict(hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=3),
-        run=dict(context=256, batch_size=6, vision_rows=8, max_steps=300, lr=3e-3, eval_interval=150, corpus_bytes=12_000_000, pictures=32,
-                 canvas=56, eval_items=200, eval_rows=64),
-    ),
-    "base": dict(  # one GPU, at most eight minutes on an H200
-        model=dict(hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, head_dim=64, partial_rotary_factor=0.5,
-                   dense_intermediate_size=2048, intermediate_size=512, shared_intermediate_size=512, num_local_experts=16, num_experts_per_tok=2,
-                   index_head_dim=64, index_block_size=64, index_topk_blocks=8, dense_layers=1, projector_hidden_size=512),
-        vision=dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=6),
-        run=dict(context=2048, batch_size=20, vision_rows=20, max_steps=2200, lr=1e-3, eval_interval=550, corpus_bytes=0, pictures=0,
-                 canvas=112, eval_items=500, eval_rows=256),
-    ),
+    "tiny": {  # two CPU cores, under six minutes: still pictures only, or there would not be time to learn to see
+        "context": 256, "batch_size": 6, "vision_context": 80, "vision_rows": 28, "max_steps": 400, "lr": 1.2e-3, "eval_interval": 200, "corpus_bytes": 12_000_000,
+        "pictures": 32, "canvas": 56, "tasks": "single=0.8,scene=0.2", "eval_items": 200, "eval_rows": 64,
+    },
+    "base": {  # one GPU, at most eight minutes on an H200
+        "context": 2048, "batch_size": 16, "vision_context": 256, "vision_rows": 256, "micro_batch_tokens": 32768, "max_steps": 1000, "lr": 6e-4, "eval_interval": 500,
+        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
+    },
 }  # fmt: skip
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
@@ -75,8 +67,9 @@ def parse(argv=None):
     p.add_argument("--keep", type=int, metavar="N", help="keep the last N evaluated checkpoints beside ckpt.pt; default 0")
     p.add_argument("--batch_size", type=int, help="text rows a step")
     p.add_argument("--vision_rows", type=int, help="picture rows a step (averaged over the whole run, whatever the recipe)")
-    p.add_argument("--micro_batch_size", type=int, help="rows in one forward pass: lower it when memory runs out; the result stays the same")
-    p.add_argument("--context", type=int, help="tokens in a row")
+    p.add_argument("--micro_batch_tokens", type=int, help="tokens in one forward pass: lower it when memory runs out; the result stays the same")
+    p.add_argument("--context", type=int, help="tokens in a row of text")
+    p.add_argument("--vision_context", type=int, help="tokens in a row of pictures")
     p.add_argument("--lr", type=float, help="peak learning rate")
     p.add_argument("--weight_decay", type=float, help="AdamW weight decay of the matrices; default 0.1")
     p.add_argument("--attention", choices=["msa", "dense", "shared", "token", "local", "random"], help="what sparse layers do; default msa")
@@ -85,9 +78,12 @@ def parse(argv=None):
     p.add_argument("--detach", action=on_off, default=None, help="keep the index KL out of the rest of the model; default on")
     p.add_argument("--frames_per_segment", type=int, help="temporal patches that attend to each other in the ViT; 1 is a 2D ViT; default 4")
     p.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default the canvas of the preset")
+    p.add_argument("--tasks", metavar="NAME=WEIGHT,...", help="which picture tasks to train on (data.MIX), for example single=0.7,scene=0.3")
     p.add_argument("--pictures", type=int, metavar="N", help="use only N OpenMoji pictures (0: all)")
     p.add_argument("--canvas", type=int, help="side of the composed scenes in pixels, a multiple of 28")
     p.add_argument("--text", metavar="PATH", help="a file or folder of UTF-8 text instead of this machine's Python source")
+    p.add_argument("--images", metavar="DIR", help="your own pictures with captions (see data.py, and python data.py --check DIR)")
+    p.add_argument("--mix", type=float, metavar="FRACTION", help="share of your own in what is read (--text, default 1.0) and seen (--images, default 0.5); 1: only your own")
     p.add_argument("--corpus_bytes", type=int, help="use only this much text (0: all)")
     p.add_argument("--eval_items", type=int, help="held-out items of each picture task")
     p.add_argument("--eval_rows", type=int, help="validation rows of text, at most")
@@ -99,8 +95,8 @@ def parse(argv=None):
 
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
-FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_size", "eval_items", "eval_rows")
-DEFAULTS = dict(recipe="native", seed=1337, weight_decay=0.1, attention="msa", index_kl_coef=1.0, detach=True, frames_per_segment=4, keep=0)
+FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows")
+DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
 
 def settle(args, saved=None):
@@ -115,30 +111,34 @@ def settle(args, saved=None):
         return {**saved, **given}
     cuda = given.get("device") == "cuda"
     preset = given.get("preset") or ("base" if cuda else "tiny")
-    s = {**DEFAULTS, **PRESETS[preset]["run"], "preset": preset, **given}
+    s = {**DEFAULTS, **PRESETS[preset], "preset": preset, **given}
     s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
     s.setdefault("index_warmup_steps", s["max_steps"] // 10)
     s.setdefault("max_pixels", s["canvas"] ** 2)
-    for k in ("max_steps", "batch_size", "context", "eval_interval"):
+    for k in ("max_steps", "batch_size", "context", "vision_context", "eval_interval"):
         if s[k] < 1:
             raise ValueError(f"--{k} must be at least 1, not {s[k]}")
     if not 0 <= s["vision_start"] < 1:
         raise ValueError(f"--vision_start must be a fraction in [0, 1), not {s['vision_start']}")
+    if s.get("mix") is not None and not (0 < s["mix"] <= 1 and ("images" in s or "text" in s)):
+        raise ValueError(f"--mix {s['mix']:g} must be above 0 and at most 1, and belongs to --images or --text")
+    if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
+        raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
     if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
         raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
     return s
 
 
 def learning_rate(step, s):
-    """Warm-up (2%), stable, linear decay over the last 25% (WSD). --cpt is two such schedules, one after the other, around vision_start."""
+    """Warm-up (5%), stable, linear decay over the last 30% (WSD). --cpt is two such schedules, one after the other, around vision_start."""
     start, end = 0, s["max_steps"]
     if s["recipe"] == "cpt":
         cut = round(s["vision_start"] * end)
         start, end = (0, cut) if step < cut else (cut, end)
     n = end - start
     x = step - start
-    warm = min(1.0, (x + 1) / max(1, n // 50))
-    decay = min(1.0, (n - x) / max(1.0, 0.25 * n))
+    warm = min(1.0, (x + 1) / max(1, n // 20))
+    decay = min(1.0, (n - x) / max(1.0, 0.3 * n))
     return s["lr"] * warm * decay
 
 
@@ -159,8 +159,8 @@ def vision_plan(step, s):
 class Steps:
     """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures."""
 
-    def __init__(self, rows, s):
-        self.rows, self.s = rows, s
+    def __init__(self, text, vision, s):
+        self.text, self.vision, self.s = text, vision, s
 
     def __len__(self):
         return self.s["max_steps"]
@@ -168,11 +168,11 @@ class Steps:
     def __getitem__(self, step):
         s = self.s
         first, count = vision_plan(step, s)
-        text = [self.rows.text(step * s["batch_size"] + i) for i in range(s["batch_size"])]
-        vision = [self.rows.vision(first + i) for i in range(count)]
+        text = [self.text.text(step * s["batch_size"] + i) for i in range(s["batch_size"])]
+        vision = [self.vision.vision(first + i) for i in range(count)]
         out = []
         for rows in (text, vision):
-            size = s.get("micro_batch_size") or max(1, len(rows))
+            size = max(1, (s.get("micro_batch_tokens") or 1 << 30) // len(rows[0][0])) if rows else 1
             out += [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
         return out
 
@@ -181,9 +181,9 @@ def stack(rows):
     """Rows of (tokens [T], targets [T], patches [N,P], grids [n,3]) -> one micro-batch; text rows have no patches and grids."""
     import torch
 
-    batch = dict(tokens=torch.stack([r[0] for r in rows]), targets=torch.stack([r[1] for r in rows]))
+    batch = {"tokens": torch.stack([r[0] for r in rows]), "targets": torch.stack([r[1] for r in rows])}
     if len(rows[0]) > 2:
-        batch |= dict(patches=torch.cat([r[2] for r in rows]), grids=torch.cat([r[3] for r in rows]))
+        batch |= {"patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])}
     return batch
 
 
@@ -243,7 +243,7 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples):
     # Eager: the held-out batches have a new shape each, and compiling for it would take longer than running it.
     with torch.no_grad(), torch.random.fork_rng(), autocast(), torch.compiler.set_stance("force_eager"):
         nll = 0.0
-        size = s.get("micro_batch_size") or s["batch_size"]
+        size = max(1, (s.get("micro_batch_tokens") or 8192) // s["context"])
         for i in range(0, len(windows[0]), size):
             tokens, targets = (w[i : i + size].to(device) for w in windows)
             nll += model(tokens, targets=targets).lm_loss.double().item() * targets.numel()
@@ -368,29 +368,22 @@ def choose(args):
 def build(s, tok, prep):
     """The model of a preset, with the flags that shape it."""
     import model as m3
-    import vit3d
 
-    m = dict(PRESETS[s["preset"]]["model"])
-    n, dense = m["num_hidden_layers"], m.pop("dense_layers")
-    config = m3.M3Config(
+    config = m3.M3Config.of_size(
+        s["preset"],
         vocab_size=tok.vocab_size,
         image_token_id=tok.image,
         video_token_id=tok.clip,
         max_position_embeddings=s["context"],
-        layer_types=["full_attention"] * dense + ["minimax_m3_sparse"] * (n - dense),
-        mlp_layer_types=["dense"] * dense + ["sparse"] * (n - dense),
-        index_n_heads=m["num_key_value_heads"],
         attention=s["attention"],
         index_detach=s["detach"],
         index_kl_coef=s["index_kl_coef"],
-        vision=vit3d.ViTConfig(
-            patch_size=prep.patch_size,
-            temporal_patch_size=prep.temporal_patch_size,
-            spatial_merge_size=prep.merge_size,
-            frames_per_segment=prep.frames_per_segment,
-            **PRESETS[s["preset"]]["vision"],
-        ),
-        **m,
+        vision={
+            "patch_size": prep.patch_size,
+            "temporal_patch_size": prep.temporal_patch_size,
+            "spatial_merge_size": prep.merge_size,
+            "frames_per_segment": prep.frames_per_segment,
+        },
     )
     return m3.M3(config)
 
@@ -425,12 +418,28 @@ def main(argv=None):
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
     print(corpus.report)
-    pictures, examples = None, {}
+    mine = lambda usual: s.get("mix") or usual
+    beside = data.Corpus(tok, max_bytes=s["corpus_bytes"] or None) if s.get("text") and mine(1.0) < 1 else None  # validation is on --text alone
+    if beside is not None:
+        print(f"beside it, {1 - mine(1.0):.0%} of the rows: {beside.report}")
+    pictures, own, examples, mix = None, None, {}, data.parse_mix(s["tasks"])
     if s["recipe"] != "text_only" and s["vision_rows"]:
-        pictures = data.Pictures(s["canvas"], s["pictures"] or None)
-        print(pictures.report)
-        examples = {kind: items for kind in data.HELDOUT if (items := data.heldout(kind, s["eval_items"], pictures))}
-    rows = data.Rows(tok, prep, corpus, pictures, s["context"], s["seed"])
+        if s.get("images"):
+            own, report = data.load_folder(s["images"], prep, tok, s["vision_context"])
+            print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
+        if own is None or mine(0.5) < 1:
+            pictures = data.Pictures(s["canvas"], s["pictures"] or None)
+            print(pictures.report)
+            kinds = [kind for kind, task in data.HELDOUT.items() if task in mix]
+            examples = {kind: items for kind in kinds if (items := data.heldout(kind, s["eval_items"], pictures))}
+        if own is not None and own.held:
+            examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
+    rows = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
+    # Pictures come in shorter rows: rows are packed without a document mask, and in a long one the few visual tokens of the picture at
+    # hand are a drop in the ocean. Learning to look at them then takes many times longer.
+    seen = None
+    if pictures or own:
+        seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
     windows = validation_windows(corpus, s["context"], s["eval_rows"])
 
     # Model and optimizer
@@ -439,8 +448,8 @@ def main(argv=None):
         load_weights(model, init["model"])
     model.to(device)
     groups = [
-        dict(params=[p for p in model.parameters() if p.ndim >= 2], weight_decay=s["weight_decay"]),
-        dict(params=[p for p in model.parameters() if p.ndim < 2], weight_decay=0.0),
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": s["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
     step = 0
@@ -453,31 +462,40 @@ def main(argv=None):
             torch.cuda.set_rng_state(state["cuda_rng"])
         if state["corpus"] != corpus.content:
             print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
+        if own is not None and state.get("own") != own.content:
+            print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
     if s.get("compile", device == "cuda"):
         model.compile_layers()
-    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["context"]
+    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
     peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
     flops = 3 * model.flops_per_token(s["context"])
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
-        f"attention {s['attention']} ({s['attention'] == 'msa' and 'blocks' or ''} {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})\n"
+        f"attention {s['attention']} ({(s['attention'] == 'msa' and 'blocks') or ''} {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})\n"
         f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
         f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
 
     out.mkdir(parents=True, exist_ok=True)
+    if own is not None:
+        print(data.own_sheet(out / "own_pictures.png", own))
     log_path = out / "log.jsonl"
     log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
     log_path.write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint belong to steps that are done again
 
+    def note(row):
+        log.append(row)
+        with open(log_path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+
     def checkpoint():
         nonlocal saved_at
         cuda_rng = torch.cuda.get_rng_state() if device == "cuda" else None
-        state = dict(
-            model={k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            optimizer=optimizer.state_dict(), step=step, rng=torch.get_rng_state(), cuda_rng=cuda_rng, settings=s, config=model.config.to_dict(),
-            tokenizer=tok.state(), prep=dataclasses.asdict(prep), corpus=corpus.content,
-        )  # fmt: skip
+        state = {
+            "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
+            "optimizer": optimizer.state_dict(), "step": step, "rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "settings": s, "config": model.config.to_dict(),
+            "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
+        }  # fmt: skip
         save(ckpt_path, state)
         saved_at = step
         if s["keep"]:
@@ -492,12 +510,11 @@ def main(argv=None):
         signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
     workers = s.get("workers", min(8, max(0, (os.cpu_count() or 1) - 2)))
     loader = torch.utils.data.DataLoader(
-        Steps(rows, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
+        Steps(rows, seen, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
     from tqdm import tqdm
 
-    log_file = open(log_path, "a", buffering=1)
     saved_at, bad, rec, clock, since = step, 0, None, time.monotonic(), 0
     bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0)
     for micro in bar:
@@ -507,20 +524,21 @@ def main(argv=None):
             g["lr"] = lr
         # Losses divide by the step's own number of targets, whatever the micro-batches: each mean is weighted back to its share.
         targets = [(b["targets"] >= 0).sum().item() for b in micro]
+        tokens = sum(b["tokens"].numel() for b in micro)  # the index KL is a mean over tokens: the same, weighted by its own share
         sums = {"text": [0.0, 0], "caption": [0.0, 0]}
         kl_sum = 0.0
         try:
             for b, n in zip(micro, targets):
                 with autocast():
                     o = forward(model, b, prep, device, warmup=warmup)
-                    loss = o.lm_loss * (n / max(1, sum(targets))) + s["index_kl_coef"] * o.index_kl / len(micro)
+                    loss = o.lm_loss * (n / max(1, sum(targets))) + s["index_kl_coef"] * o.index_kl * (b["tokens"].numel() / tokens)
                 loss.backward()
                 key = "caption" if "patches" in b else "text"
                 sums[key][0] += o.lm_loss.detach() * n
                 sums[key][1] += n
-                kl_sum += o.index_kl.detach() / len(micro)
+                kl_sum += o.index_kl.detach() * (b["tokens"].numel() / tokens)
         except torch.OutOfMemoryError as e:
-            raise ValueError(f"out of memory on {name}: lower --micro_batch_size (now {s.get('micro_batch_size') or s['batch_size']} rows)") from e
+            raise ValueError(f"out of memory on {name}: lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})") from e
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         if math.isfinite(norm):
             optimizer.step()
@@ -533,21 +551,20 @@ def main(argv=None):
                 raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % 25 == 1 or step == s["max_steps"]:
+        if rec is None or step % 25 == 1 or step == s["max_steps"]:
             rec = recall(model, micro[0], prep, device, autocast)
-        since += sum(b["tokens"].numel() for b in micro)
+        since += tokens
         now = time.monotonic()
         rate, clock, since = since / (now - clock), now, 0
-        row = dict(step=step, loss=(sum(v[0] for v in sums.values()) / max(1, sum(targets)) + s["index_kl_coef"] * kl_sum))
-        row |= dict(lm_loss=sum(v[0] for v in sums.values()) / max(1, sum(targets)), index_kl=kl_sum, grad_norm=norm, lr=lr, tokens_per_s=rate)
+        row = {"step": step, "loss": (sum(v[0] for v in sums.values()) / max(1, sum(targets)) + s["index_kl_coef"] * kl_sum)}
+        row |= {"lm_loss": sum(v[0] for v in sums.values()) / max(1, sum(targets)), "index_kl": kl_sum, "grad_norm": norm, "lr": lr, "tokens_per_s": rate}
         row |= {f"{k}_loss": v[0] / v[1] if v[1] else None for k, v in sums.items()}
-        row |= dict(block_recall=rec[0], score_recall=rec[1], warmup=warmup)
+        row |= {"block_recall": rec[0], "score_recall": rec[1], "warmup": warmup}
         row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
-        log.append(row)
-        log_file.write(json.dumps(row) + "\n")
+        note(row)
         shown = {k: f"{row[k]:.3f}" for k in ("text_loss", "caption_loss", "index_kl") if row[k] is not None}
         mfu = f"{rate * flops / peak:.0%}" if peak else "?"
-        bar.set_postfix(shown | dict(recall=f"{rec[0]:.2f}", norm=f"{norm:.2f}", lr=f"{lr:.1e}", tok_s=f"{rate:,.0f}", mfu=mfu), refresh=False)
+        bar.set_postfix(shown | {"recall": f"{rec[0]:.2f}", "norm": f"{norm:.2f}", "lr": f"{lr:.1e}", "tok_s": f"{rate:,.0f}", "mfu": mfu}, refresh=False)
         late = s.get("max_minutes") is not None and time.monotonic() - began > 60 * s["max_minutes"]
         last = step == s["max_steps"]
         if stop or late or last or step % s["eval_interval"] == 0:
@@ -560,9 +577,8 @@ def main(argv=None):
             if last:
                 raw = tok.decode_bytes(windows[1].flatten().tolist())
                 result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-            record = dict(step=step, eval=result, minutes=(time.monotonic() - began) / 60)
-            log.append(record)
-            log_file.write(json.dumps(record) + "\n")
+            record = {"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60}
+            note(record)
             draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
             bar.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
             clock = time.monotonic()

@@ -38,7 +38,7 @@ class ViTConfig:
 
     def __post_init__(self):
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"vision hidden_size {self.hidden_size} cannot be shared by {self.num_attention_heads} attention heads")
+            raise ValueError(f"vision hidden_size {self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         if self.hidden_size // self.num_attention_heads < 6:
             raise ValueError("a vision head needs at least 6 dims: two for each of the three axes")
         if self.frames_per_segment < 1:
@@ -54,8 +54,9 @@ def patchify(clip, patch_size=14, temporal_patch_size=1, merge_size=2, frames_pe
 
     clip [T,C,h,w], any dtype (a still picture has T = 1; with a temporal patch of 2 it is doubled, as is an odd last frame)
     -> patches [N, C*tp*p*p] in that order within a patch, grids [n,3] int64 (t, h, w) in patches, one row a segment.
-    Within a temporal patch the patches run block after block of merge x merge neighbours, so that the projector joins rows that follow
-    each other. ValueError if the clip is empty, h or w is no multiple of patch_size * merge_size, or frames_per_segment is below 1.
+    Within a temporal patch the patches run block after block of merge x merge neighbours, so that the projector joins rows that
+    follow each other. ValueError if the clip is empty, h or w is no multiple of patch_size * merge_size, or frames_per_segment
+    is below 1.
     """
     if clip.dim() != 4:
         raise ValueError(f"a clip has shape [T,C,h,w], not {list(clip.shape)}")
@@ -89,8 +90,8 @@ def positions(grids, merge_size):
 def rope_3d(at, head_dim, theta):
     """cos and sin [N,R] fp32 for positions at [N,3] (released MiniMaxM3VLVisionRotaryEmbedding).
 
-    Each axis gets the largest even number of dims <= head_dim / 3 (80 -> 26 each, R = 78). The bands stand T|H|W in the first half and
-    again in the second, so that dim i pairs with i + R/2 across all three; the last head_dim - R dims pass unchanged.
+    Each axis gets the largest even number of dims <= head_dim / 3 (80 -> 26 each, R = 78). The bands stand T|H|W in the first
+    half and again in the second, so that dim i pairs with i + R/2 across all three; the last head_dim - R dims pass unchanged.
     """
     band = 2 * (head_dim // 3 // 2)
     freq = 1.0 / theta ** (torch.arange(0, band, 2, device=at.device, dtype=torch.float32) / band)  # [band/2]
@@ -113,8 +114,8 @@ def rotate(x, cos, sin):
 
 @torch.compiler.disable  # the groups differ from batch to batch: inside a compiled layer every new set would be compiled anew
 def attend(q, k, v, groups):
-    """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,3] on the CPU: from row `start` on, `count` segments of `length` patches each stand
-    one after the other. They are one batch for attention, so nothing is padded and no segment sees another."""
+    """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,3] on the CPU: from row `start` on, `count` segments of `length` patches
+    each stand one after the other. They are one batch for attention, so nothing is padded and no segment sees another."""
     outs = []
     for start, count, length in groups.tolist():
         a, b, c = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
@@ -146,8 +147,8 @@ class ViT(nn.Module):
     """patches [N, C*tp*p*p] float, grids [n,3] on the CPU -> features [N, hidden].
 
     No padding: segments of one length are one batch for attention, whatever pictures they come from. No class token, no absolute
-    position, one LayerNorm after the patch embedding and none at the end. Raises ValueError if the grids do not add up to N patches, or
-    cannot be merged.
+    position, one LayerNorm after the patch embedding and none at the end. Raises ValueError if the grids do not add up to N
+    patches, or cannot be merged.
     """
 
     def __init__(self, config):
@@ -189,7 +190,7 @@ class ViT(nn.Module):
 
 
 class Projector(nn.Module):
-    """features [N, vision hidden] -> visual tokens [N/merge^2, text hidden]: an MLP a patch, then one over merge x merge neighbours."""
+    """features [N, vision hidden] -> visual tokens [N/merge^2, text hidden]: an MLP a patch, then one over neighbours."""
 
     def __init__(self, vision_hidden, projector_hidden, text_hidden, merge_size):
         super().__init__()
@@ -217,7 +218,7 @@ def main():
         patches, grids = cut(clip)
         out = vit(patches, grids)
         moved = (vit(*cut(changed)) - out).abs().view(8, -1).amax(1) > 1e-6  # [8], a frame each
-        print(f"frames_per_segment {frames}: patches {list(patches.shape)}, {len(grids)} segments of {grids[0].tolist()} (t, h, w)")
+        print(f"frames_per_segment {frames}: patches {list(patches.shape)}, {len(grids)} segments (t, h, w) {grids[0].tolist()}")
         print(f"  touching frame 0 changes the features of frames {moved.nonzero().flatten().tolist()}")
     alone = vit(*cut(clip[:4]))  # [96,96]
     diff = (alone - out[: len(alone)]).abs().max().item()

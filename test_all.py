@@ -1,0 +1,2143 @@
+"""Every check of nanoM3. `python test_all.py` runs all that this machine can: kernels in Triton's interpreter on the CPU, for real on a GPU.
+
+    python test_all.py                  everything (pytest's own arguments work too)
+    python test_all.py -k oracle        our numbers against the released architecture, as the transformers package holds it
+    python test_all.py -k kernel -s     the kernels against the reference, with every error ratio printed
+
+Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the released architecture and their own promises; 4 data;
+5 training end to end; 6 sampling. A test's docstring names the mistake it guards against.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it must stand before anything imports kernels
+
+import data  # noqa: E402
+import model as m3  # noqa: E402
+import msa  # noqa: E402
+import vit3d  # noqa: E402
+from model import M3, Cache, M3Config  # noqa: E402
+from vit3d import ViT, ViTConfig, patchify  # noqa: E402
+
+try:
+    import kernels
+except ImportError:  # no Triton on this machine: the reference path is all there is
+    kernels = None
+
+HERE = Path(__file__).parent
+
+
+def ratio(name, got, want):
+    """||got - want|| / ||want||, printed even when all is well. The 1e-3 is for gradients that are truly zero."""
+    r = (got.double() - want.double()).norm() / (want.double().norm() + 1e-3)
+    print(f"{name}: RMS error ratio {r:.2e}")
+    return r.item()
+
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 1. MSA against its definition
+
+
+def rand(*shape, seed=None, **kw):
+    g = torch.Generator().manual_seed(seed) if seed is not None else None
+    return torch.randn(*shape, generator=g, **kw)
+
+
+def inputs(B, T, S, H, Hkv, D, Di, dtype=torch.float32):
+    return rand(B, T, H, D, dtype=dtype), rand(B, S, Hkv, D, dtype=dtype), rand(B, S, Hkv, D, dtype=dtype), rand(B, T, Hkv, Di), rand(B, S, Di)
+
+
+def slow_msa(q, k, v, iq, ik, block, K, lens=None):
+    """MSA one query at a time, from the paper's sentences, in fp64 with Python sets: shares no line with msa.py."""
+    B, T, H, D = q.shape
+    S, Hkv, G = k.shape[1], k.shape[2], H // k.shape[2]
+    out, picks = torch.zeros(B, T, H, D, dtype=torch.float64), {}
+    for b, t, g in itertools.product(range(B), range(T), range(Hkv)):
+        p = (S if lens is None else int(lens[b])) - T + t
+        if p < 0:
+            picks[b, t, g] = set()
+            continue
+        score = [(iq[b, t, g].double() @ ik[b, s].double()).item() for s in range(p + 1)]
+        local = p // block
+        best = sorted(range(local), key=lambda n: (-max(score[n * block : (n + 1) * block]), n))
+        picks[b, t, g] = {local, *best[: K - 1]}
+        seen = [s for s in range(p + 1) if s // block in picks[b, t, g]]
+        for h in range(g * G, (g + 1) * G):
+            w = (k[b, seen, g].double() @ q[b, t, h].double() / D**0.5).softmax(0)
+            out[b, t, h] = w @ v[b, seen, g].double()
+    return out, picks
+
+
+def check_against_slow(case):
+    B, T, S, H, Hkv, block, K, lens = case
+    q, k, v, iq, ik = inputs(B, T, S, H, Hkv, 16, 16)
+    lens = None if lens is None else torch.tensor(lens, dtype=torch.int32)
+    ids = msa.select_blocks(iq, ik, block, K, lens)
+    out, lse = msa.sparse_attention(q, k, v, ids, block, lens)
+    want, picks = slow_msa(q, k, v, iq, ik, block, K, lens)
+    for (b, t, g), chosen in picks.items():
+        row = ids[b, g, t].tolist()
+        n = len(chosen)
+        assert set(row[:n]) == chosen and row[n:] == [-1] * (K - n), (case, b, t, g, row, chosen)
+    assert ids.shape == (B, Hkv, T, K) and ids.dtype == torch.int32 and lse.shape == (B, H, T)
+    return ratio(f"sparse_attention {case}", out, want)
+
+
+CASES = [  # B, T, S, H, Hkv, block, K, lens
+    (1, 1, 1, 2, 1, 4, 3, None),
+    (2, 7, 7, 4, 2, 8, 2, None),
+    (1, 8, 8, 3, 3, 8, 1, None),
+    (1, 9, 9, 6, 2, 8, 2, None),
+    (2, 33, 33, 4, 4, 8, 3, None),
+    (1, 3, 41, 16, 1, 8, 4, None),
+    (2, 4, 40, 4, 2, 8, 3, [40, 13]),
+    (3, 6, 24, 6, 2, 4, 2, [2, 6, 24]),
+    (1, 16, 16, 16, 16, 4, 9, None),  # T == H, and K above the block count
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_msa_equals_its_definition(case):
+    """Guards selection, masking and group layout at ragged sizes, T == H, K above the block count and rows shorter than T."""
+    assert check_against_slow(case) < 1e-5
+
+
+def test_msa_twenty_fresh_seeds():
+    """A lucky seed hides an off-by-one at a block edge."""
+    for seed in range(20):
+        torch.manual_seed(1000 + seed)
+        assert check_against_slow((1, 5 + seed % 3, 17 + seed, 4, 2, 4, 3, None)) < 1e-5
+
+
+def test_selection_oracle_of_zeros():
+    """Ties go to the lower block id and the local block takes one of the K slots: torch.topk alone breaks ties otherwise."""
+    ids = msa.select_blocks(torch.zeros(1, 18 * 8, 1, 16), torch.zeros(1, 18 * 8, 16), 8, 16)
+    assert set(ids[0, 0, -1].tolist()) == {*range(15), 17}
+
+
+def test_nan_scores_rank_lowest():
+    """A NaN index key once won every top-k, because NaN sorts first in descending order."""
+    iq, ik = torch.ones(1, 64, 1, 16), torch.ones(1, 64, 16)
+    ik[:, 8:16] = float("nan")
+    ids = msa.select_blocks(iq, ik, 8, 4)
+    assert 1 not in ids[0, 0, -1].tolist()
+
+
+def test_few_blocks_is_dense():
+    """With S <= K * block the result IS dense attention; the first unit test of any MSA."""
+    q, k, v, iq, ik = inputs(2, 50, 50, 4, 2, 16, 16)
+    out, lse = msa.sparse_attention(q, k, v, msa.select_blocks(iq, ik, 8, 7), 8)
+    want, want_lse = msa.dense_attention(q, k, v)
+    assert ratio("out", out, want) < 1e-6 and ratio("lse", lse, want_lse) < 1e-6
+    assert ratio("full_attention", msa.full_attention(q, k, v), want) < 1e-5
+
+
+def test_groups_keep_their_own_blocks():
+    """Two groups that want different far blocks must not be merged (as a shared selection would)."""
+    iq, ik = torch.zeros(1, 64, 2, 16), torch.zeros(1, 64, 16)
+    iq[..., 0, 0] = 1
+    iq[..., 1, 1] = 1
+    ik[:, 16:24, 0], ik[:, 40:48, 1] = 5, 5
+    ids = msa.select_blocks(iq, ik, 8, 2)
+    assert set(ids[0, 0, -1].tolist()) == {2, 7} and set(ids[0, 1, -1].tolist()) == {5, 7}
+
+
+def test_poisoned_tails_change_nothing():
+    """Memory past lens may hold NaN: a masked weight of 0 times NaN is NaN. Any amount of right padding must change nothing."""
+    B, T, S = 2, 5, 40
+    q, k, v, iq, ik = inputs(B, T, S, 4, 2, 16, 16)
+    lens = torch.tensor([23, 9], dtype=torch.int32)
+    args = [x.clone() for x in (k, v, ik)]
+    for b in range(B):
+        for x in args:
+            x[b, lens[b] :] = float("nan")
+    for (kk, vv, ii), n in ((args, S), ([x[:, :24] for x in (k, v, ik)], 24)):
+        q_ = q.clone().requires_grad_()
+        iq_ = iq.clone().requires_grad_()
+        ids = msa.select_blocks(iq_, ii, 8, 2, lens)
+        out, lse = msa.sparse_attention(q_, kk, vv, ids, 8, lens)
+        kl = msa.index_kl(q_, kk, lse, iq_, ii, ids, 8, lens)
+        (out.sum() + kl).backward()
+        got = [out.detach(), lse, kl.detach(), q_.grad, iq_.grad]
+        assert all(x.isfinite().all() for x in got), n
+        if n == S:
+            first = got
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first, got))
+        assert msa.full_attention(q, kk, vv, lens).isfinite().all()
+
+
+def test_queries_before_the_start_see_nothing():
+    """A row shorter than T: ids -1, output 0, lse -inf, nothing in the loss, gradient 0 and not NaN."""
+    q, k, v, iq, ik = inputs(1, 6, 8, 2, 1, 16, 16)
+    lens = torch.tensor([4], dtype=torch.int32)  # queries stand at -2 .. 3
+    q.requires_grad_(), iq.requires_grad_()
+    ids = msa.select_blocks(iq, ik, 4, 2, lens)
+    out, lse = msa.sparse_attention(q, k, v, ids, 4, lens)
+    assert (ids[:, :, :2] == -1).all() and (out[:, :2] == 0).all() and (lse[:, :, :2] == float("-inf")).all()
+    kl = msa.index_kl(q, k, lse, iq, ik, ids, 4, lens)
+    short = torch.tensor([4], dtype=torch.int32)
+    same = msa.index_kl(q[:, 2:], k, lse[:, :, 2:], iq[:, 2:], ik, ids[:, :, 2:], 4, short)
+    assert torch.allclose(kl, same)
+    (out.sum() + kl).backward()
+    assert q.grad.isfinite().all() and (iq.grad[:, :2] == 0).all()
+
+
+def test_bad_ids_are_harmless():
+    """Future blocks, duplicates, -1 in the middle and ids past the end are masked, not trusted."""
+    q, k, v, _, _ = inputs(1, 20, 20, 2, 1, 16, 16)
+    clean = torch.full((1, 1, 20, 2), -1, dtype=torch.int32)
+    clean[..., 0] = 0
+    dirty = torch.tensor([-1, 0, 0, 99, 4], dtype=torch.int32).expand(1, 1, 20, 5).clone()
+    dirty[0, 0, 16:, 4] = -1  # block 4 is in the future of queries 0 .. 15 only
+    assert torch.equal(msa.sparse_attention(q, k, v, dirty, 4)[0][:, :16], msa.sparse_attention(q, k, v, clean, 4)[0][:, :16])
+    nothing = torch.full((1, 1, 20, 2), -1, dtype=torch.int32)
+    out, lse = msa.sparse_attention(q, k, v, nothing, 4)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("chunks", [[1] * 37, [5, 16, 1, 15], [36, 1]])
+def test_chunked_prefill_equals_one_go(chunks):
+    """Selections and outputs of uneven chunks on a preallocated cache equal one pass, across block edges."""
+    torch.manual_seed(3)
+    T, cap = 37, 50
+    q, k, v, iq, ik = inputs(1, T, T, 4, 2, 16, 16)
+    ids = msa.select_blocks(iq, ik, 4, 3)
+    out, _ = msa.sparse_attention(q, k, v, ids, 4)
+    ck, cv, ci = (torch.full((1, cap, *x.shape[2:]), float("nan")) for x in (k, v, ik))
+    at, parts, idparts = 0, [], []
+    for n in chunks:
+        ck[:, at : at + n], cv[:, at : at + n], ci[:, at : at + n] = k[:, at : at + n], v[:, at : at + n], ik[:, at : at + n]
+        lens = torch.tensor([at + n], dtype=torch.int32)
+        idparts.append(msa.select_blocks(iq[:, at : at + n], ci, 4, 3, lens))
+        parts.append(msa.sparse_attention(q[:, at : at + n], ck, cv, idparts[-1], 4, lens)[0])
+        at += n
+    assert torch.equal(torch.cat(idparts, 2).sort().values, ids.sort().values)
+    assert ratio("chunked", torch.cat(parts, 1), out) < 1e-5
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_index_kl_value_and_gradient(whole):
+    """Teacher = mean of the heads' softmaxes (not softmax of the mean); d loss / d student logit = (student - teacher) / count; both stages."""
+    torch.manual_seed(4)
+    B, T, H, Hkv, D, Di, block, K = 2, 19, 6, 2, 16, 8, 4, 3
+    q, k, v, iq, ik = (x.double() for x in inputs(B, T, T, H, Hkv, D, Di))
+    ids = None if whole else msa.select_blocks(iq, ik, block, K)
+    lse = (msa.dense_attention(q, k, v) if whole else msa.sparse_attention(q, k, v, ids, block))[1]
+    iq.requires_grad_(), ik.requires_grad_()
+    kl = msa.index_kl(q, k, lse, iq, ik, ids, block)
+    kl.backward()
+    total, giq, gik = 0.0, torch.zeros_like(iq), torch.zeros_like(ik)
+    for b, t, g in itertools.product(range(B), range(T), range(Hkv)):
+        seen = [s for s in range(t + 1) if whole or s // block in ids[b, g, t].tolist()]
+        teacher = torch.stack([(k[b, seen, g] @ q[b, t, h] / D**0.5).softmax(0) for h in range(g * 3, g * 3 + 3)]).mean(0)
+        student = (ik[b, seen] @ iq[b, t, g] / Di**0.5).softmax(0).detach()
+        total += (teacher * (teacher / student).log()).sum().item()
+        d = (student - teacher) / (B * T * Hkv) / Di**0.5
+        giq[b, t, g] += d @ ik[b, seen].detach()
+        gik[b, seen] += d[:, None] * iq[b, t, g].detach()
+    assert abs(kl.item() - total / (B * T * Hkv)) < 1e-5 * total
+    assert ratio("d iq", iq.grad, giq) < 1e-5 and ratio("d ik", ik.grad, gik) < 1e-5
+    e = 0.05  # and by finite difference; everything inside is fp32, so the step is wide
+    with torch.no_grad():
+        bump = torch.zeros_like(iq)
+        bump[1, 11, 1, 3] = e
+        slope = (msa.index_kl(q, k, lse, iq + bump, ik, ids, block) - msa.index_kl(q, k, lse, iq - bump, ik, ids, block)).item() / (2 * e)
+    assert abs(slope - iq.grad[1, 11, 1, 3].item()) < 0.01 * abs(slope)
+
+
+def layer_config(**kw):
+    return SimpleNamespace(**{
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "index_n_heads": 2,
+        "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1, "attention": "msa", "index_detach": True, **kw,
+    })  # fmt: skip
+
+
+def rope_tables(T, R=8):
+    a = torch.arange(T)[:, None] / 100 ** (torch.arange(R // 2) / (R // 2))
+    return torch.cat((a.cos(), a.cos()), -1)[None], torch.cat((a.sin(), a.sin()), -1)[None]
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_who_learns_from_what(warmup):
+    """The LM loss gives the index branch exactly zero gradient; the KL moves the index branch and nothing else, input included."""
+    layer = msa.MSA(layer_config(), sparse=True)
+    x = rand(2, 30, 32).requires_grad_()
+    out, kl = layer(x, *rope_tables(30), warmup=warmup)
+    out.square().sum().backward(retain_graph=True)
+    grads = {n: p.grad for n, p in layer.named_parameters()}
+    assert all(g is None or (g == 0).all() for n, g in grads.items() if n.startswith("index_"))
+    assert all(g.abs().sum() > 0 for n, g in grads.items() if not n.startswith("index_"))
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    kl.backward()
+    assert x.grad is None or (x.grad == 0).all()
+    for n, p in layer.named_parameters():
+        moved = p.grad is not None and p.grad.abs().sum() > 0
+        assert moved == n.startswith("index_"), n
+
+
+def test_no_detach_reaches_the_hidden_state():
+    """--no-detach must really let the KL into the rest of the model, or the comparison of the two is empty."""
+    layer = msa.MSA(layer_config(index_detach=False), sparse=True)
+    x = rand(1, 30, 32).requires_grad_()
+    layer(x, *rope_tables(30))[1].backward()
+    assert x.grad.abs().sum() > 0 and layer.q_proj.weight.grad is None
+
+
+def test_index_weights_matter_past_the_budget():
+    """Randomised index weights change outputs beyond K * block tokens and never before: no silent dense fallback."""
+    torch.manual_seed(5)
+    layer = msa.MSA(layer_config(), sparse=True).eval()
+    x = rand(1, 60, 32)
+    before = layer(x, *rope_tables(60))[0]
+    torch.nn.init.normal_(layer.index_q_proj.weight)
+    after = layer(x, *rope_tables(60))[0]
+    same = (before == after).all(-1)[0]
+    assert same[:12].all() and not same[12:].all()
+
+
+def test_comparison_selections():
+    """shared gives every group one selection; token has the same token budget; local is a window; random differs from call to call."""
+    x, cs = rand(1, 40, 32), rope_tables(40)
+    got = {}
+    for kind in ("shared", "token", "local", "random", "msa"):
+        torch.manual_seed(6)
+        layer = msa.MSA(layer_config(attention=kind), sparse=True)
+        layer.probe = lambda m, q, k, ids, kind=kind: got.setdefault(kind, []).append(ids)
+        layer(x, *cs), layer(x, *cs)
+    assert torch.equal(got["shared"][0][:, 0], got["shared"][0][:, 1]) and not torch.equal(got["msa"][0][:, 0], got["msa"][0][:, 1])
+    assert (got["token"][0][0, 0, -1] >= 0).sum() == 12 and 39 in got["token"][0][0, 0, -1]
+    assert got["local"][0][0, 0, -1].tolist() == [9, 8, 7] and got["local"][0][0, 0, 0].tolist() == [0, -1, -1]
+    assert not torch.equal(got["random"][0], got["random"][1]) and (got["random"][0][0, 0, :, 0] == torch.arange(40) // 4).all()
+
+
+def test_recall_of_perfect_and_worst_selection():
+    """The recall must tell a good selection from a bad one, or its curve means nothing."""
+    torch.manual_seed(7)
+    q, k, v, _, _ = inputs(1, 64, 64, 4, 2, 16, 16)
+    p = msa.attention_weights(q, k, None, 1)[0].mean(2).unflatten(-1, (16, 4)).sum(-1)  # [B,Hkv,T,nb]
+    pos = torch.arange(64)[None]
+    best, worst = msa.pick_blocks(p, pos, 4, 4), msa.pick_blocks(-p, pos, 4, 4)
+    good, bad = msa.selection_recall(q, k, best, 4), msa.selection_recall(q, k, worst, 4)
+    assert good[0] == 1.0 and good[1] > bad[1] + 0.05 and bad[0] < 0.7
+
+
+def test_msa_says_what_is_wrong():
+    """Bad arguments get one sentence that names them."""
+    q, k, v, iq, ik = inputs(1, 8, 4, 4, 2, 16, 16)
+    with pytest.raises(ValueError, match="8 positions but the keys only 4"):
+        msa.select_blocks(iq, ik, 4, 2)
+    with pytest.raises(ValueError, match="lens must be"):
+        msa.select_blocks(iq, ik, 4, 2, torch.tensor([1.0]))
+    with pytest.raises(ValueError, match="backend"):
+        msa.select_blocks(iq[:, :4], ik, 4, 2, backend="cuda")
+    with pytest.raises(ValueError, match="index_local_blocks"):
+        msa.MSA(layer_config(index_local_blocks=2), sparse=True)
+    with pytest.raises(ValueError, match="attention must be one of"):
+        msa.MSA(layer_config(attention="linear"), sparse=True)
+    with pytest.raises(ValueError, match="33 query heads"):
+        msa.dense_attention(rand(1, 2, 33, 4), rand(1, 2, 2, 4), rand(1, 2, 2, 4))
+    with pytest.raises(ValueError, match="RoPE rotates 32"):
+        msa.apply_rope(rand(1, 2, 1, 16), torch.ones(1, 2, 32), torch.ones(1, 2, 32))
+
+
+def test_rope_leaves_the_other_dims():
+    """Dims past the rotated ones pass unchanged; pairs are (i, i + R/2); position 0 is the identity."""
+    x = rand(1, 5, 2, 16)
+    y = msa.apply_rope(x, *rope_tables(5))
+    assert torch.equal(y[..., 8:], x[..., 8:]) and torch.allclose(y[:, 0], x[:, 0])
+    assert torch.allclose(y[..., 1] ** 2 + y[..., 5] ** 2, x[..., 1] ** 2 + x[..., 5] ** 2, atol=1e-5)
+
+
+def test_imports_without_triton():
+    """`import model, msa, sample` must work where Triton does not exist (macOS, Windows)."""
+    code = "import sys; sys.modules['triton'] = None\nimport model, msa, vit3d, data, sample\nprint('fine')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout == "fine\n", done.stderr
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 2. Kernels against the reference
+
+
+
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter cannot multiply bfloat16
+
+
+
+
+def make(B, T, S, H, Hkv, D, Di, lens=None, dtype=torch.float32, seed=0, poison=True):
+    """q, k, v, iq, ik, lens with NaN in all memory beyond the lengths."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((B, T, H, D), (B, S, Hkv, D), (B, S, Hkv, D), (B, T, Hkv, Di), (B, S, Di))
+    xs = [torch.randn(*s, generator=g).to(dtype).to(DEVICE) for s in shapes]
+    if lens is not None:
+        lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        for b in range(B):
+            for x in (xs[1], xs[2], xs[4]) if poison else ():
+                x[b, lens[b] :] = float("nan")
+    return (*xs, lens)
+
+
+def selections_agree(got, want):
+    assert got.shape == want.shape and got.dtype == torch.int32
+    assert ((got >= 0).int().diff(dim=-1) <= 0).all(), "valid ids come first"
+    return (got.sort(-1).values == want.sort(-1).values).all(-1).float().mean().item()
+
+
+def everything(case, dtype=torch.float32, seed=0, ids=None):
+    """Selection, attention, both KLs and all gradients of one shape against the reference in fp32; -> the worst RMS error ratio."""
+    B, T, S, H, Hkv, D, Di, block, K, lens = case
+    *xs, lens = make(B, T, S, H, Hkv, D, Di, lens, dtype, seed)
+    xs = [x.requires_grad_() for x in xs]
+    ys = [x.detach().float().requires_grad_() for x in xs]
+    if ids is None:
+        ids = kernels.select_blocks(xs[3], xs[4], block, K, lens)
+        same = selections_agree(ids, msa.select_blocks(ys[3], ys[4], block, K, lens, backend="torch"))
+        print(f"{case} {dtype}: {same:.2%} of the selections equal")
+        assert same == 1.0 if DEVICE == "cpu" else same > 0.999  # a GPU may add the products in another order: near-ties
+    do = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(seed + 1)).to(DEVICE)
+    out, lse = kernels.sparse_attention(xs[0], xs[1], xs[2], ids, block, lens)
+    out_, lse_ = msa.sparse_attention(ys[0], ys[1], ys[2], ids, block, lens, backend="torch")
+    assert out.dtype == dtype and lse.dtype == torch.float32 and not lse.requires_grad
+    some = lse_.isfinite()
+    assert (some == lse.isfinite()).all() and not out.transpose(1, 2)[~some].any()
+    kl = kernels.index_kl(xs[0], xs[1], lse, xs[3], xs[4], ids, block, lens)
+    kl_ = msa.index_kl(ys[0], ys[1], lse_, ys[3], ys[4], ids, block, lens, backend="torch")
+    dense = msa.dense_attention(ys[0], ys[1], ys[2], lens)[1]
+    warm = kernels.index_kl(xs[0], xs[1], dense, xs[3], xs[4], None, block, lens)
+    warm_ = msa.index_kl(ys[0], ys[1], dense, ys[3], ys[4], None, block, lens, backend="torch")
+    r = [ratio("out", out, out_), ratio("lse", lse[some], lse_[some]), ratio("KL", kl, kl_), ratio("warm-up KL", warm, warm_)]
+    for names, got, want in (
+        ("q k v", torch.autograd.grad((out.float() * do).sum(), xs[:3]), torch.autograd.grad((out_ * do).sum(), ys[:3])),
+        ("iq ik", torch.autograd.grad(3 * kl, xs[3:]), torch.autograd.grad(3 * kl_, ys[3:])),
+        ("warm-up iq ik", torch.autograd.grad(warm, xs[3:]), torch.autograd.grad(warm_, ys[3:])),
+    ):
+        for name, a, b in zip(names.removeprefix("warm-up ").split(), got, want):
+            assert a.dtype == dtype
+            error = ratio(f"{'warm-up ' if 'warm' in names else ''}d{name}", a, b)
+            r.append(error if b.abs().max() > 1e-6 else a.abs().max().item())  # with one visible key a softmax has no gradient
+    assert all(x == x for x in r), "NaN"
+    return max(r)
+
+
+KERNEL_CASES = [  # B, T, S, H, Hkv, D, Di, block, K, lens
+    (1, 1, 1, 2, 2, 16, 16, 16, 2, None),
+    (1, 15, 15, 2, 1, 16, 16, 16, 2, None),
+    (1, 16, 16, 16, 1, 16, 16, 16, 16, None),  # T == H, one block, K above the block count
+    (2, 17, 17, 3, 1, 16, 32, 16, 3, None),  # G 3 is padded to 4
+    (1, 49, 49, 6, 2, 32, 16, 16, 2, None),
+    (1, 50, 50, 2, 1, 16, 16, 24, 2, None),  # a block that is no power of two
+    (2, 3, 90, 4, 4, 16, 16, 16, 3, [90, 37]),  # S much longer than T
+    (3, 6, 24, 4, 2, 16, 16, 16, 1, [2, 6, 24]),  # rows shorter than T
+    (1, 33, 130, 4, 2, 64, 64, 64, 2, [129]),
+]
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernels_equal_the_reference(case):
+    """Guards every mask at ragged sizes: block-1, block, block+1, k*block+1, G 1, 3 and 16, poisoned tails, dk and dv of a last short block."""
+    assert everything(case) < 1e-4
+
+
+def test_kernels_in_half_precision():
+    """Half-precision products must be summed in fp32, and softmax, log-sum-exp and KL taken in fp32."""
+    assert everything((1, 40, 70, 4, 2, 32, 32, 16, 3, [65]), HALF) < 1e-2
+
+
+def test_kernels_twenty_fresh_seeds():
+    """A lucky seed hides an off-by-one at a block edge."""
+    for seed in range(20):
+        B, T, S = 1, 5 + seed % 3, 17 + seed
+        q, k, v, iq, ik, _ = make(B, T, S, 4, 2, 16, 16, seed=100 + seed)
+        ids = kernels.select_blocks(iq, ik, 16, 2)
+        assert selections_agree(ids, msa.select_blocks(iq, ik, 16, 2, backend="torch")) == 1
+        got, want = kernels.sparse_attention(q, k, v, ids, 16)[0], msa.sparse_attention(q, k, v, ids, 16, backend="torch")[0]
+        assert ratio(f"seed {seed}", got, want) < 1e-4
+
+
+def test_kernel_selection_oracle_of_zeros():
+    """Ties go to the lower block id and the local block takes one of the K slots."""
+    ids = kernels.select_blocks(torch.zeros(1, 18 * 16, 1, 16, device=DEVICE), torch.zeros(1, 18 * 16, 16, device=DEVICE), 16, 16)
+    assert set(ids[0, 0, -1].tolist()) == {*range(15), 17}
+
+
+def test_kernel_selection_of_wild_scores():
+    """NaN ranks lowest, infinities and -0 rank as themselves, all as in the reference; a NaN key once won every top-k."""
+    iq, ik = torch.ones(1, 160, 2, 16, device=DEVICE), torch.randn(1, 160, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for at, value in ((17, float("nan")), (40, float("inf")), (50, -float("inf")), (70, 1e30)):
+        ik[:, at : at + 3] = value
+    ik[:, 96:112] = float("nan")  # a whole block of it
+    ik[:, 80:96], ik[:, 112:128] = -0.0, 0.0
+    for K in (1, 2, 4, 8):
+        got, want = kernels.select_blocks(iq, ik, 16, K), msa.select_blocks(iq, ik, 16, K, backend="torch")
+        assert selections_agree(got, want) == 1, K
+    assert 6 not in kernels.select_blocks(iq, ik, 16, 8)[0, 0, -1].tolist()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_kernel_selection_in_segments(monkeypatch, ties):
+    """Past 4,096 blocks the winners of segments are ranked again: the local block must survive, and ties must still go to the lower id."""
+    monkeypatch.setattr(kernels, "MAX_SEGMENT", 8)
+    iq, ik = make(2, 9, 560, 2, 2, 16, 16)[3:5]
+    if ties:
+        iq, ik = iq.sign(), ik.sign()  # small integers: many equal scores
+    lens = torch.tensor([555, 300], dtype=torch.int32, device=DEVICE)
+    for K in (1, 3, 16):
+        got, want = kernels.select_blocks(iq, ik, 16, K, lens), msa.select_blocks(iq, ik, 16, K, lens, backend="torch")
+        assert selections_agree(got, want) == 1, K
+
+
+def test_kernel_pieces_change_nothing(monkeypatch):
+    """Memory is bounded by working in pieces and chunks: their edges must not show, nor a query be lost between two of them."""
+    case = (2, 150, 150, 2, 1, 16, 16, 16, 2, [150, 140])
+    monkeypatch.setattr(kernels, "BUDGET", 128 * 2 * 2 * 16 * 4)  # 128 queries at a time
+    monkeypatch.setattr(kernels, "_chunk", lambda *a: 48)
+    assert everything(case) < 1e-4
+
+
+def test_useless_ids_are_harmless():
+    """Future, repeated, missing and absurd ids are masked, not trusted: none may enter an address, none may count twice, nothing is NaN."""
+    B, T, K = 1, 40, 5
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 4, (B, 2, T, K), generator=g).int()
+    ids[..., 3] = ids[..., 0]
+    ids[0, 0, 3] = -1  # a row without any block
+    ids[0, 1, 5] = torch.tensor([2, -7, 2**31 - 1, -(2**31), 99])  # one future block and rubbish: nothing is visible
+    assert everything((B, T, T, 4, 2, 16, 16, 16, K, None), ids=ids.to(DEVICE)) < 1e-4
+
+
+def test_kernel_steps_equal_one_go():
+    """Prefill in uneven chunks and decoding token by token on a preallocated cache give what one pass gives, across block edges."""
+    S, block, K = 50, 16, 2
+    q, k, v, iq, ik, _ = make(1, S, S, 4, 2, 16, 16)
+    cache = [torch.full((1, 64, *x.shape[2:]), float("nan"), device=DEVICE) for x in (k, v, ik)]
+    ids = kernels.select_blocks(iq, ik, block, K)
+    want = kernels.sparse_attention(q, k, v, ids, block)[0]
+    outs, at = [], 0
+    for n in (13, 18, *[1] * 5, 4, 2, 8):
+        for c, x in zip(cache, (k, v, ik)):
+            c[:, at : at + n] = x[:, at : at + n]
+        at += n
+        lens = torch.tensor([at], dtype=torch.int32, device=DEVICE)
+        step = kernels.select_blocks(iq[:, at - n : at], cache[2], block, K, lens)
+        assert selections_agree(step, ids[:, :, at - n : at]) == 1
+        outs.append(kernels.sparse_attention(q[:, at - n : at], cache[0], cache[1], step, block, lens)[0])
+    assert at == S and ratio("stepwise", torch.cat(outs, 1), want) < 1e-5
+
+
+def test_forward_is_deterministic():
+    """The lists are filled by atomic adds, in any order; the output must not depend on it."""
+    q, k, v, iq, ik, _ = make(1, 70, 70, 4, 2, 16, 16)
+    ids = kernels.select_blocks(iq, ik, 16, 2)
+    a, b = kernels.sparse_attention(q, k, v, ids, 16), kernels.sparse_attention(q, k, v, ids.flip(-1), 16)
+    again = kernels.sparse_attention(q, k, v, ids, 16)
+    assert torch.equal(a[0], again[0]) and torch.equal(a[1], again[1])
+    assert ratio("slots in another order", b[0], a[0]) < 1e-6
+
+
+def test_kernels_are_good_operators():
+    """torch.library's own checks: schema, fake shapes and strides, autograd registration, tracing with dynamic shapes."""
+    q, k, v, iq, ik, lens = make(1, 6, 20, 2, 1, 16, 16, [18], poison=False)
+    xs = [x.requires_grad_() for x in (q, k, v, iq, ik)]
+    ids = kernels.select_blocks(iq, ik, 16, 2, lens)
+    _, lse = kernels.sparse_attention(q, k, v, ids, 16, lens)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.nanom3.select_blocks, (iq.detach(), ik.detach(), 16, 2, lens), test_utils=checks)
+    torch.library.opcheck(torch.ops.nanom3.sparse_attention, (*xs[:3], ids, 16, lens, 0.25), test_utils=checks)
+    torch.library.opcheck(torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], ids, 16, lens, 0.25), test_utils=checks)
+    torch.library.opcheck(torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], None, 16, None, 0.25), test_utils=checks)
+
+
+def test_kernels_under_compile():
+    """torch.compile must see one graph, and give the gradients that eager gives."""
+    q, k, v, iq, ik, _ = make(1, 20, 20, 2, 1, 16, 16)
+    xs = [x.requires_grad_() for x in (q, k, v, iq, ik)]
+
+    def layer(q, k, v, iq, ik):
+        ids = kernels.select_blocks(iq * 2, ik, 16, 1)
+        out, lse = kernels.sparse_attention(q * 2, k, v, ids, 16)
+        return (out * out).sum() + kernels.index_kl(q * 2, k, lse, iq * 2, ik, ids, 16)
+
+    want = torch.autograd.grad(layer(*xs), xs)
+    got = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")(*xs), xs)
+    assert all(ratio(n, a, b) < 1e-5 for n, a, b in zip("q k v iq ik".split(), got, want))
+
+
+def test_kernel_guards_name_the_argument():
+    """A wrong dtype, shape, device or size must be one sentence that names the argument, not a fault inside a kernel."""
+    q, k, v, iq, ik, _ = make(1, 20, 20, 4, 2, 16, 16)
+    ids = kernels.select_blocks(iq, ik, 16, 1)
+    lse = torch.zeros(1, 4, 20, device=DEVICE)
+    for bad, what in (
+        (lambda: kernels.select_blocks(iq, ik[..., :8], 16, 1), "ik"),
+        (lambda: kernels.select_blocks(iq, ik.double(), 16, 1), "ik"),
+        (lambda: kernels.select_blocks(iq, ik, 8, 1), "block_size"),
+        (lambda: kernels.select_blocks(iq, ik, 16, 65), "topk"),
+        (lambda: kernels.select_blocks(iq, ik, 16, 1, torch.tensor([1.0])), "lens"),
+        (lambda: kernels.select_blocks(iq, ik[:, :10], 16, 1), "iq has 20"),
+        (lambda: kernels.sparse_attention(q, k.half(), v, ids, 16), "k is"),
+        (lambda: kernels.sparse_attention(q, k, v[:, :10], ids, 16), "v must"),
+        (lambda: kernels.sparse_attention(q, k, v, ids.long(), 16), "ids must be int32"),
+        (lambda: kernels.sparse_attention(q, k, v, ids[:, :1], 16), "ids must have shape"),
+        (lambda: kernels.sparse_attention(q[:, :, :3], k, v, ids, 16), "3 query heads on 2"),
+        (lambda: kernels.sparse_attention(q.double(), k.double(), v.double(), ids, 16), "float64"),
+        (lambda: kernels.index_kl(q, k, lse[:, :2], iq, ik, ids, 16), "lse"),
+        (lambda: kernels.index_kl(q, k, lse, iq[:, :, :1], ik, ids, 16), "iq"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            bad()
+
+
+def test_tiles_of_a_small_card(monkeypatch):
+    """Cards with 100 KB of shared memory get tiles of their own; the results must not depend on the tiles."""
+    monkeypatch.setattr(kernels, "SHARED_MEMORY", 100_000)
+    assert kernels._tiles("attend", HALF) != (64, 4, 2) and kernels.supported(torch.float32, 128, 128, 128) is not None
+    assert everything((1, 40, 70, 4, 2, 16, 16, 16, 3, [65]), HALF) < 1e-2
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 3. Model and ViT
+
+
+# ---- the oracle: small random models of the released architecture, in fp32 ----
+
+VOCAB, IMAGE, VIDEO = 96, 94, 95
+FULL, SPARSE = "full_attention", "minimax_m3_sparse"
+
+
+def need_transformers(minor, why):
+    t = pytest.importorskip("transformers", reason="the oracle is the transformers package")
+    version = tuple(int(x) for x in t.__version__.split(".")[:2])
+    if version < (5, minor):
+        pytest.skip(f"transformers {t.__version__}: {why} 5.{minor}")
+
+
+def rope(share):
+    return {"rope_type": "default", "rope_theta": 5e6} | ({"partial_rotary_factor": share} if share else {})
+
+
+def released(seed=0, norms="random", tie=False, groups=2, each=2, vision=(), **text):
+    """A random model of the released class with `each` query heads in each of `groups`. Gates reach past the clamp of 7; norms
+    and correction bias are not what they start as."""
+    from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as c
+    from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m
+
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "dense_intermediate_size": 48,
+        "shared_intermediate_size": 16, "head_dim": 16, "num_attention_heads": groups * each, "num_key_value_heads": groups,
+        "index_n_heads": groups, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "layer_types": [FULL, SPARSE, SPARSE], "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": rope(0.5), "tie_word_embeddings": tie,
+    } | text  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2,
+        "temporal_patch_size": 1,
+    } | dict(vision)  # fmt: skip
+    config = c.MiniMaxM3VLConfig(
+        text_config=text | {"num_hidden_layers": len(text["layer_types"])}, vision_config=vision, tie_word_embeddings=tie,
+        projector_hidden_size=28, image_token_index=IMAGE, video_token_index=VIDEO,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = m.MiniMaxM3SparseForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if "e_score_correction_bias" in name:
+                x.normal_(std=0.5)
+            elif "inv_freq" in name:
+                continue
+            elif x.ndim >= 2 and "embed_tokens" not in name:
+                x.normal_(std=(6 if "gate_up" in name else 1.5) * x[0].numel() ** -0.5)
+            elif "norm" in name and name.endswith("weight"):
+                gain = 1.0 if "vision" in name else 0.0  # LayerNorm starts at one, RMSNorm at zero
+                x.fill_(gain)
+                if norms == "random":
+                    x.add_(torch.randn_like(x) * 0.4)
+            else:
+                x.normal_()
+    return config, model
+
+
+def ours_from(config, model):
+    return M3.from_hf(config.to_dict(), model.state_dict()).eval()
+
+
+def outputs_of(modules, store, pick=lambda y: y[0] if isinstance(y, tuple) else y):
+    return [m.register_forward_hook(lambda _m, _x, y: store.append(pick(y).detach())) for m in modules]
+
+
+TEXT = {
+    "one KV head, one query head, all dims rotated": {"groups": 1, "each": 1, "T": 50, "rope_parameters": rope(None)},
+    "two groups of two": {"T": 61},
+    "three groups of three, index dims just the rotated ones": {
+        "groups": 3, "each": 3, "head_dim": 8, "index_head_dim": 4, "index_block_size": 5, "T": 47,
+    },
+    "six groups of one, prompt shorter than the budget": {"groups": 6, "each": 1, "index_topk_blocks": 16, "T": 30},
+    "four groups of four, a quarter rotated, index dims more than head dims": {
+        "groups": 4, "each": 4, "index_head_dim": 32, "index_topk_blocks": 2, "T": 33, "rope_parameters": rope(0.25),
+    },
+    "five groups, exactly the budget, plain norms": {"groups": 5, "norms": "zero", "T": 12},
+    "one more than the budget, sparse layers first, dense MLP last": {
+        "layer_types": [SPARSE, FULL, SPARSE, SPARSE], "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "T": 13,
+    },
+    "only the local block": {"index_topk_blocks": 1, "T": 21},
+    "all full attention, tied embeddings": {
+        "layer_types": [FULL] * 2, "mlp_layer_types": ["dense", "sparse"], "tie": True, "T": 9,
+    },
+    "one token": {"T": 1},
+    "other activation constants, most experts": {
+        "swiglu_alpha": 1.1, "swiglu_limit": 3.0, "routed_scaling_factor": 0.7, "num_experts_per_tok": 5, "T": 25,
+    },
+    "blocks of 128, as released": {"index_block_size": 128, "index_topk_blocks": 2, "T": 400},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_oracle_text(case):
+    """A part of the decoder is not the released one: norm, rotation, selection, clamp, routing. Layer by layer, so that the
+    first wrong one shows."""
+    need_transformers(17, "the text model is there from")
+    kw = dict(TEXT[case])
+    T = kw.pop("T")
+    config, theirs = released(seed=len(case), **kw)
+    ours = ours_from(config, theirs)
+    tokens = torch.randint(0, 90, (2, T), generator=torch.Generator().manual_seed(T))
+    want, got, sets, ids = [], [], [], []
+    outputs_of(theirs.model.language_model.layers, want)
+    outputs_of(ours.layers, got)
+    indexers = [x.self_attn.indexer for x in theirs.model.language_model.layers]
+    outputs_of([x for x in indexers if x is not None], sets, lambda y: y)
+    for layer in ours.layers:
+        layer.self_attn.probe = lambda _layer, _q, _k, i: ids.append(i) if i is not None else None
+    with torch.no_grad():
+        a, b = theirs(tokens, use_cache=False).logits, ours(tokens).logits
+    assert len(want) == len(got) == len(ours.layers) and len(sets) == len(ids)
+    for i, (x, y) in enumerate(zip(want, got)):
+        assert ratio(f"layer {i}", y, x) < 1e-5
+    assert ratio("logits", b, a) < 1e-5 and torch.equal(a.argmax(-1), b.argmax(-1))
+    for x, y in zip(sets, ids):
+        assert x.dim() == 4 and y.shape[:3] == x.shape[:3]
+        pad = F.pad(x, (0, y.shape[-1] - x.shape[-1]), value=-1)  # they stop at the number of blocks, we fill with -1
+        assert torch.equal(pad.sort(-1).values, y.long().sort(-1).values)
+
+
+@pytest.mark.parametrize("T", [5, 11, 12, 30])
+def test_oracle_greedy_decoding(T):
+    """Index keys that do not live in the cache, or positions that restart: decoding leaves the prompt's budget and crosses
+    block edges."""
+    need_transformers(17, "the text model is there from")
+    config, theirs = released(seed=T)
+    ours = ours_from(config, theirs)
+    tokens = torch.randint(0, 90, (2, T), generator=torch.Generator().manual_seed(T))
+    theirs.generation_config.eos_token_id = None
+    kw = {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0, "do_sample": False, "bad_words_ids": [[IMAGE], [VIDEO]]}
+    want = theirs.generate(tokens, max_new_tokens=14, **kw)
+    cache, got, new = Cache(ours.config, 2, T + 14), tokens, tokens
+    with torch.no_grad():
+        for _ in range(14):
+            logits = ours(new, cache=cache, last_only=True).logits[:, -1]
+            logits[:, [IMAGE, VIDEO]] = -torch.inf
+            new = logits.argmax(-1, keepdim=True)
+            got = torch.cat((got, new), dim=1)
+    assert got.shape == want.shape and torch.equal(got, want)
+
+
+def pictures(generator, tp, sizes):
+    """sizes [(temporal patches, h, w)] in patches of 2 pixels -> for each (patches, grids)."""
+    return [patchify(torch.randn(t * tp, 3, 2 * h, 2 * w, generator=generator), 2, tp, 2, 4) for t, h, w in sizes]
+
+
+VISION = {  # head dims: 16 -> 4+4+4, 4 left; 24 -> 8+8+8, none left; 20 -> 6+6+6; 80 -> 26+26+26 as released; 6 -> 2+2+2
+    "head of 16": ({"hidden_size": 32}, [(1, 4, 6), (2, 2, 2), (4, 4, 4), (1, 2, 2), (5, 2, 4), (9, 4, 2)]),
+    "head of 24, patches of 2 frames": ({"hidden_size": 48, "temporal_patch_size": 2}, [(9, 2, 2), (1, 6, 4), (2, 4, 6)]),
+    "head of 20": ({"hidden_size": 60, "num_attention_heads": 3, "num_hidden_layers": 3}, [(1, 4, 4), (1, 8, 2), (5, 4, 4)]),
+    "head of 80": ({"hidden_size": 160, "num_attention_heads": 2}, [(4, 4, 6), (1, 10, 12)]),
+    "head of 6": ({"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1}, [(1, 2, 2), (9, 2, 2), (2, 2, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", VISION)
+def test_oracle_vision(case):
+    """A wrong band of the 3-axis RoPE, time that runs on from segment to segment, attention across segments, patches merged in
+    another order, or visual tokens that land at another picture's placeholders."""
+    need_transformers(23, "its vision is wrong before")
+    vision, sizes = VISION[case]
+    config, theirs = released(seed=len(case), vision=vision)
+    ours = ours_from(config, theirs)
+    g = torch.Generator().manual_seed(len(case))
+    visuals = pictures(g, config.vision_config.temporal_patch_size, sizes)
+    assert [x[:, 0].tolist() for _, x in visuals] == [[min(4, t - i) for i in range(0, t, 4)] for t, _, _ in sizes]
+    row, ends = [], []  # one flat run of text and placeholders, cut into two rows between two pictures
+    for patches, grids in visuals:
+        row += torch.randint(0, 90, (5,), generator=g).tolist()
+        row += [VIDEO if grids[:, 0].sum() > 1 else IMAGE] * (len(patches) // 4)
+        ends.append(len(row))
+    cut = ends[len(ends) // 2 - 1]
+    rows = [row[:cut], row[cut:]]
+    T = max(map(len, rows))
+    tokens = torch.tensor([r + [1] * (T - len(r)) for r in rows])
+    still = [grids[:, 0].sum() == 1 for _, grids in visuals]
+    kw = {}
+    for name, flag, grid in (("pixel_values", True, "image_grid_thw"), ("pixel_values_videos", False, "video_grid_thw")):
+        if flag in still:
+            kw[name], kw[grid] = (torch.cat(x) for x in zip(*[v for v, s in zip(visuals, still) if s == flag]))
+    patches, grids = (torch.cat(x) for x in zip(*visuals))
+    with torch.no_grad():
+        a, b = theirs(tokens, use_cache=False, **kw).logits, ours(tokens, patches, grids).logits
+        assert ratio("logits", b, a) < 1e-5 and torch.equal(a.argmax(-1), b.argmax(-1))
+        want, got = [], []  # the tower alone, all pictures at once, layer by layer
+        outputs_of(theirs.model.vision_tower.layers, want)
+        outputs_of(ours.vision_tower.layers, got)
+        angles = []
+        theirs.model.vision_tower.rotary_emb.register_forward_hook(lambda _m, _x, y: angles.extend(y))
+        a, b = theirs.model.get_image_features(patches, grids).pooler_output, ours.vision_tower(patches, grids)
+    # RoPE is relative, so within a segment any offset of T gives the same features: the restart shows in the angles alone.
+    c = ours.config.vision
+    turned = vit3d.rope_3d(vit3d.positions(grids, 2), c.hidden_size // c.num_attention_heads, c.rope_theta)
+    for name, x, y in zip(("cos", "sin"), angles, turned, strict=True):
+        assert ratio(name, y, x) < 1e-6
+    order, _ = ViT.plan(grids)
+    order = torch.arange(len(patches)) if order is None else order
+    assert len(want) == len(got)
+    for i, (x, y) in enumerate(zip(want, got)):
+        assert ratio(f"ViT layer {i}", y, x.squeeze(0)[order]) < 1e-5
+    with torch.no_grad():
+        assert ratio("projector", ours.multi_modal_projector(b), torch.cat(a)) < 1e-5
+
+
+def test_oracle_patch_order_by_definition():
+    """Patches or the pixels inside them in another order than the released weights expect: every pixel is looked up by its
+    coordinates."""
+    for tp, T, (h, w), p, m in ((1, 6, (8, 12), 2, 2), (2, 5, (8, 4), 2, 2), (2, 1, (12, 6), 3, 1), (1, 1, (12, 12), 2, 3)):
+        clip = torch.arange(T * 3 * h * w).view(T, 3, h, w)
+        patches, grids = patchify(clip, p, tp, m, 4)
+        t = -(-T // tp)
+        assert grids.dtype == torch.int64 and grids.tolist() == [[min(4, t - i), h // p, w // p] for i in range(0, t, 4)]
+        n, W = 0, w // p // m
+        for f, block, inside in itertools.product(range(t), range(h // p // m * W), range(m * m)):
+            y, x = (block // W * m + inside // m) * p, (block % W * m + inside % m) * p
+            frames = [min(f * tp + i, T - 1) for i in range(tp)]  # an odd last frame is repeated
+            want = torch.stack([clip[i, :, y : y + p, x : x + p] for i in frames], dim=1)  # [C,tp,p,p]
+            assert torch.equal(patches[n], want.flatten())
+            n += 1
+        assert n == len(patches)
+
+
+def test_oracle_preprocessing():
+    """Our patches and grids against the released image and video processors, resize left out."""
+    need_transformers(23, "its vision is wrong before")
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as e:  # RuntimeError: built for another torch
+        pytest.skip(f"the released processors need a torchvision that fits this torch: {e}")
+    from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import (
+        MiniMaxM3VLImageProcessor,
+    )
+    from transformers.models.minimax_m3_vl.video_processing_minimax_m3_vl import (
+        MiniMaxM3VLVideoProcessor,
+    )
+
+    p = MiniMaxM3VLImageProcessor
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (p.image_mean, p.image_std))
+    picture = torch.randint(0, 256, (3, 56, 84), dtype=torch.uint8)
+    want = MiniMaxM3VLImageProcessor()(picture, do_resize=False, return_tensors="pt")
+    patches, grids = patchify(((picture / 255 - mean) / std)[None], 14, 2, 2, 4)
+    assert torch.equal(grids, want["image_grid_thw"]) and ratio("picture", patches, want["pixel_values"]) < 1e-5
+    for T in (2, 7, 17):
+        clip = torch.randint(0, 256, (T, 3, 28, 56), dtype=torch.uint8)
+        want = MiniMaxM3VLVideoProcessor()([clip], do_resize=False, do_sample_frames=False, return_tensors="pt")
+        patches, grids = patchify((clip / 255 - mean) / std, 14, 2, 2, 4)
+        assert torch.equal(grids, want["video_grid_thw"]) and ratio(f"clip of {T}", patches, want["pixel_values_videos"]) < 1e-5
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_oracle_round_trip(tie):
+    """A tensor lost, renamed or reshaped on the way in or out; the released class must load what we give back, strictly."""
+    need_transformers(17, "the text model is there from")
+    config, theirs = released(tie=tie)
+    state = theirs.state_dict()
+    back = ours_from(config, theirs).to_hf()
+    assert back.keys() == state.keys()
+    for k, x in state.items():
+        assert torch.equal(back[k], x), k
+    theirs.load_state_dict(back, strict=True)
+
+
+def test_oracle_strictness():
+    """A checkpoint that fits only in part is loaded without a word."""
+    need_transformers(17, "the text model is there from")
+    config, theirs = released()
+    state, key = theirs.state_dict(), "model.language_model.layers.1.mlp.experts.down_proj"
+    for change, said in (
+        ({k: v for k, v in state.items() if k != key}, f"{key} is missing"),
+        (state | {"model.language_model.mtp.weight": torch.zeros(3)}, "mtp.weight is not expected"),
+        (state | {key: state[key][:, :-1]}, r"down_proj has shape \[6, 31, 24\], expected \[6, 32, 24\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            M3.from_hf(config.to_dict(), change)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value"),
+    [
+        ("text_config", "index_local_blocks", 2),
+        ("text_config", "index_n_heads", 1),
+        ("text_config", "index_head_dim", 6),
+        ("text_config", "num_experts_per_tok", 7),
+        ("text_config", "layer_types", [FULL, FULL, "sliding_attention"]),
+        ("text_config", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+        ("vision_config", "hidden_act", "quick_gelu"),
+    ],
+)
+def test_oracle_config_that_cannot_be_expressed(where, field, value):
+    """A field we cannot follow is ignored, and the numbers are silently others."""
+    need_transformers(17, "the text model is there from")
+    config, theirs = released()
+    d = config.to_dict()
+    d[where] = d[where] | {field: value}
+    with pytest.raises(ValueError, match="rope_type" if field == "rope_parameters" else field):
+        M3.from_hf(d, theirs.state_dict())
+
+
+def test_oracle_released_config():
+    """Our defaults drift from the released sizes. (rotary_dim is ignored there: the share in rope_parameters counts.)"""
+    need_transformers(17, "the text model is there from")
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+        MiniMaxM3VLConfig,
+    )
+
+    text = {"layer_types": [FULL] * 3 + [SPARSE] * 57, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57}
+    d = MiniMaxM3VLConfig(text_config=text | {"rope_parameters": rope(0.5)}).to_dict()
+    assert m3.config_from_hf(d) == M3Config()
+    d = MiniMaxM3VLConfig(text_config=text | {"rope_parameters": rope(None), "rotary_dim": 64}).to_dict()
+    assert m3.config_from_hf(d).rotary_dim == 128
+
+
+# ---- model.py's own promises ----
+
+
+def small(**kw):
+    tiny = M3Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        dense_intermediate_size=48, intermediate_size=24, shared_intermediate_size=16, num_local_experts=6,
+        num_experts_per_tok=2, index_n_heads=2, index_head_dim=8, index_block_size=4, index_topk_blocks=3,
+        projector_hidden_size=24, image_token_id=IMAGE, video_token_id=VIDEO, layer_types=[FULL, SPARSE, SPARSE],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        vision=ViTConfig(36, 40, num_hidden_layers=2, num_attention_heads=2, patch_size=2, temporal_patch_size=1),
+    )  # fmt: skip
+    return dataclasses.replace(tiny, **kw)
+
+
+def small_model(seed=0, **kw):
+    torch.manual_seed(seed)
+    return M3(small(**kw)).eval()
+
+
+def test_config_travels_as_plain_data():
+    """A checkpoint's config that does not come back the same, or a misspelt key that is dropped in silence."""
+    c = small(attention="shared", index_detach=False)
+    d = c.to_dict()
+    assert M3Config.from_dict(d) == c and type(d["vision"]) is dict
+    for bad in (d | {"hiden_size": 3}, d | {"vision": d["vision"] | {"hiden_size": 3}}):
+        with pytest.raises(ValueError, match="hiden_size"):
+            M3Config.from_dict(bad)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_placeholders_must_match(off):
+    """One placeholder too many or too few shifts every later picture by a token; nothing may reach the cache either."""
+    model = small_model()
+    patches, grids = patchify(torch.randn(1, 3, 8, 8), 2, 1, 2, 4)  # 4 visual tokens
+    tokens = torch.tensor([[1, 2] + [IMAGE] * (4 + off) + [3]])
+    cache = Cache(model.config, 1, 20)
+    with pytest.raises(ValueError, match=f"{4 + off} placeholder tokens, but 4 visual tokens"):
+        model(tokens, patches, grids, cache=cache)
+    with pytest.raises(ValueError, match=f"{4 + off} placeholder tokens, but 0 visual tokens"):
+        model(tokens)
+    assert cache.longest == 0 and cache.k == [None] * 3
+
+
+@pytest.mark.parametrize("sizes", [[1] * 45, [7, 1, 4, 9, 24], [3, 42], [44, 1], [16, 16, 13]])
+def test_cache_equals_all_at_once(sizes):
+    """An index key, a position or a block edge lost between two calls."""
+    model = small_model()
+    tokens = torch.randint(0, 90, (2, sum(sizes)))
+    cache = Cache(model.config, 2, 50)
+    with torch.no_grad():
+        whole = model(tokens).logits
+        parts = torch.cat([model(x, cache=cache).logits for x in tokens.split(sizes, dim=1)], dim=1)
+    assert cache.lens.tolist() == [45, 45] and ratio("logits", parts, whole) < 1e-5
+
+
+def test_cache_rows_of_different_lengths():
+    """Rows that share one offset: a padded batch of prompts, cut back to their lengths, must go on as each row alone; selected
+    rows too."""
+    model = small_model()
+    prompts, more = [torch.randint(0, 90, (n,)) for n in (23, 4, 13)], torch.randint(0, 90, (3, 12))
+    padded = torch.stack([F.pad(p, (0, 23 - len(p)), value=7) for p in prompts])
+    cache = Cache(model.config, 3, 40)
+    with torch.no_grad():
+        model(padded, cache=cache)
+        cache.truncate(torch.tensor([23, 4, 13]))
+        got = [model(more[:, :5], cache=cache).logits]
+        cache.select([2, 0, 1, 0])
+        assert cache.batch == 4 and cache.lens.tolist() == [18, 28, 9, 28]
+        got.append(model(more[[2, 0, 1, 0], 5:], cache=cache).logits)
+        for b, p in enumerate(prompts):
+            want = model(torch.cat((p, more[b]))[None]).logits[0, len(p) :]
+            assert ratio(f"row {b}, before", got[0][b], want[:5]) < 1e-5
+            assert ratio(f"row {b}, after", got[1][[1, 2, 0][b]], want[5:]) < 1e-5
+        assert ratio("a row twice", got[1][1], got[1][3]) < 1e-6
+    cache.truncate(3)
+    assert cache.lens.tolist() == [3] * 4 and cache.longest == 3
+    with pytest.raises(ValueError, match="rows hold"):
+        cache.truncate(4)
+
+
+def test_cache_overflow_is_said_before_anything_is_written():
+    """Writing past the capacity, or after some layers have written."""
+    model = small_model()
+    cache = Cache(model.config, 1, 10)
+    with torch.no_grad():
+        model(torch.randint(0, 90, (1, 8)), cache=cache)
+        with pytest.raises(ValueError, match="holds 10 positions, 11 are needed"):
+            model(torch.randint(0, 90, (1, 3)), cache=cache)
+        assert cache.lens.tolist() == [8]
+        assert model(torch.randint(0, 90, (1, 2)), cache=cache).logits.shape == (1, 2, VOCAB)
+        with pytest.raises(ValueError, match="1 rows, the tokens 2"):
+            model(torch.randint(0, 90, (2, 1)), cache=cache)
+
+
+def test_last_only_and_chunked_loss(monkeypatch):
+    """The last position's logits taken from elsewhere; a chunk of the loss dropped or counted twice; ignored targets in the
+    mean."""
+    model = small_model()
+    tokens, targets = torch.randint(0, 90, (2, 30)), torch.randint(0, 90, (2, 30))
+    targets[0, :11] = -100
+    with torch.no_grad():
+        logits = model(tokens).logits
+        assert ratio("last", model(tokens, last_only=True).logits, logits[:, -1:]) < 1e-6
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    monkeypatch.setattr(m3.chunked_loss, "__defaults__", (7,))
+    out = model(tokens, targets=targets)
+    assert out.logits is None and ratio("loss", out.lm_loss.detach(), want) < 1e-6
+    (grad,) = torch.autograd.grad(out.lm_loss, model.lm_head.weight)
+    assert grad.abs().sum() > 0
+    x = torch.randn(30, 32, requires_grad=True)
+    a = m3.chunked_loss(x, model.lm_head.weight, targets[0])
+    b = F.cross_entropy(x @ model.lm_head.weight.T, targets[0], reduction="sum")
+    for name, i, j in zip("xw", *(torch.autograd.grad(y, (x, model.lm_head.weight)) for y in (a, b))):
+        assert ratio(f"gradient of {name}", i, j) < 1e-5
+
+
+def test_all_labels_ignored():
+    """0 / 0: a row without answers must give a loss of 0 and gradients of 0, not NaN."""
+    model = small_model().train()
+    model.config.index_kl_coef = 0.0
+    out = model(torch.randint(0, 90, (1, 20)), targets=torch.full((1, 20), -100))
+    out.loss.backward()
+    assert out.lm_loss == 0 and all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert all(p.grad.abs().max() == 0 for p in model.parameters() if p.grad is not None)
+
+
+def test_loss_is_the_sum_of_its_parts():
+    """The KL averaged over layers, or weighted twice."""
+    model = small_model(index_kl_coef=0.3).train()
+    seen = []
+    outputs_of(model.layers, seen, lambda y: y[1])
+    out = model(torch.randint(0, 90, (1, 40)), targets=torch.randint(0, 90, (1, 40)))
+    assert seen[0] == 0 and seen[1] > 0 and seen[2] > 0
+    assert torch.allclose(out.index_kl, sum(seen)) and torch.allclose(out.loss, out.lm_loss + 0.3 * out.index_kl)
+
+
+def moe(seed=0, device="cpu", **kw):
+    torch.manual_seed(seed)
+    layer = m3.MoE(small(hidden_size=32, intermediate_size=24, **kw))
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)  # large: both clamps are hit
+    torch.nn.init.normal_(layer.gate.e_score_correction_bias, std=0.3)
+    return layer.to(device)
+
+
+def test_moe_is_its_formula():
+    """Bias in the weights, weights not renormalised, the shared expert scaled, tokens handed to another's expert."""
+    layer = moe().double()
+    x = torch.randn(2, 9, 32, dtype=torch.double)
+    got = layer(x)
+
+    def act(y):
+        gate, up = y[: len(y) // 2].clamp(max=7), y[len(y) // 2 :].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    clamped = 0
+    for b, t in itertools.product(range(2), range(9)):
+        h = x[b, t]
+        scores = torch.sigmoid(layer.gate.weight.float() @ h.float())
+        chosen = sorted(range(6), key=lambda e: -(scores[e] + layer.gate.e_score_correction_bias[e]).item())[:2]
+        want = layer.shared_experts.down_proj.weight @ act(layer.shared_experts.gate_up_proj.weight @ h)
+        for e in chosen:
+            y = layer.experts.gate_up_proj[e] @ h
+            clamped += (y.abs() > 7).sum().item()
+            want = want + 2.0 * scores[e] / scores[chosen].sum() * (layer.experts.down_proj[e] @ act(y))
+        assert (got[b, t] - want).abs().max() < 1e-5 * want.abs().max()
+    assert clamped > 10
+
+
+def test_moe_grouped_equals_loop():
+    """The one grouped product and the loop over experts must agree, gradients too, and when an expert gets no token at all."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = moe(device=device)
+    layer.gate.e_score_correction_bias[3] = -9.0  # nobody chooses expert 3
+    x, dy = torch.randn(2, 21, 32, device=device), torch.randn(2, 21, 32, device=device)
+    results = {}
+    for dtype, grouped in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        layer.experts.grouped = grouped and (dtype == torch.bfloat16 or device == "cpu")
+        layer.zero_grad()
+        y = x.clone().requires_grad_()
+        try:
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                out = layer(y)
+            (out.float() * dy).sum().backward()
+        except (RuntimeError, NotImplementedError) as e:
+            if device == "cpu" and grouped:
+                pytest.skip(f"torch's grouped_mm does not run on this CPU: {e}")
+            raise
+        e = layer.experts
+        results[dtype, grouped] = [z.detach().float().clone() for z in (out, y.grad, e.gate_up_proj.grad, e.down_proj.grad)]
+        assert e.gate_up_proj.grad[3].abs().max() == 0
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for name, a, b in zip(("out", "dx", "dgate_up", "ddown"), results[dtype, True], results[dtype, False]):
+            assert ratio(f"{dtype} {name}", a, b) < limit
+    for name, a, b in zip(("out", "dx"), results[torch.bfloat16, True], results[torch.float32, False]):
+        assert ratio(f"bf16 against fp32 {name}", a, b) < 5e-2
+
+
+def test_bias_chooses_only():
+    """The correction bias leaks into the weights: a bias that changes no choice must change no number, and has no gradient."""
+    layer = moe()
+    layer.gate.e_score_correction_bias.zero_()
+    x = torch.randn(1, 40, 32)
+    before, chosen = layer(x), layer.route(x[0])[0].sort(-1).values
+    layer.gate.e_score_correction_bias += 5.0
+    assert torch.equal(layer.route(x[0])[0].sort(-1).values, chosen) and torch.allclose(layer(x), before, atol=1e-6)
+    layer.gate.e_score_correction_bias[2] = 50.0
+    assert (layer.route(x[0])[0] == 2).any(-1).all() and not torch.allclose(layer(x), before, atol=1e-2)
+    assert not layer.gate.e_score_correction_bias.requires_grad
+
+
+def test_balance_moves_the_bias_the_right_way(monkeypatch):
+    """Bias moved towards the overloaded experts, counts of evaluation included, counts never cleared or not summed over
+    processes."""
+    model = small_model().train()
+    moes = [m for m in model.modules() if isinstance(m, m3.MoE)]
+    assert len(moes) == 2
+    model(torch.randint(0, 90, (2, 50)))
+    loads = [m.load.clone() for m in moes]
+    assert all(load.sum() == 2 * 50 * 2 for load in loads)
+    model.eval()(torch.randint(0, 90, (2, 50)))
+    assert torch.equal(moes[0].load, loads[0])
+    model.balance(0.01)
+    for m, load in zip(moes, loads):
+        assert torch.allclose(m.gate.e_score_correction_bias, 0.01 * torch.sign(load.mean() - load)) and m.load.sum() == 0
+    assert "layers.1.mlp.load" not in model.state_dict() and "layers.1.mlp.gate.e_score_correction_bias" in model.state_dict()
+    layer = moes[0]
+    layer.gate.e_score_correction_bias.copy_(torch.tensor([0.5, 0.3, 0, 0, -0.2, -0.4]))  # skewed: small steps must even it out
+    x = torch.randn(1, 300, 32)
+    layer.train()
+    spread = []
+    for _ in range(100):
+        layer(x)
+        spread.append(layer.load.std().item())
+        model.balance(0.01)
+    print(f"spread of the load before {spread[0]:.1f}, after {spread[-1]:.1f}")
+    assert spread[-1] < 0.3 * spread[0]
+    other = torch.tensor([0.0, 0, 0, 0, 0, 1e6])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.add_(other))
+    layer.gate.e_score_correction_bias.zero_()
+    model.balance(0.01)
+    assert torch.allclose(layer.gate.e_score_correction_bias, torch.tensor([0.01] * 5 + [-0.01]))
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_checkpointing_still_trains_the_index(warmup):
+    """Activation checkpointing that loses the KL's gradient (it does when the KL is kept on the side), or changes any other."""
+    model = small_model().train()
+    tokens, targets = torch.randint(0, 90, (2, 40)), torch.randint(0, 90, (2, 40))
+    grads = []
+    for model.checkpoint_layers in (False, True):
+        model.zero_grad()
+        model(tokens, targets=targets, warmup=warmup).loss.backward()
+        grads.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for k, x in grads[0].items():
+        assert torch.allclose(x, grads[1][k], rtol=1e-4, atol=1e-7), k
+    index = [x for k, x in grads[1].items() if "index" in k]
+    assert len(index) == 8 and all(x.abs().max() > 0 for x in index)
+
+
+def test_pictures_reach_the_loss_and_learn():
+    """Visual tokens written without a gradient, or at the wrong place: only what stands at or after a picture may change with
+    it."""
+    model = small_model()
+    (pa, ga), (pb, gb) = (patchify(torch.randn(t, 3, 4, 8), 2, 1, 2, 4) for t in (1, 3))  # 2 and 6 visual tokens
+    tokens = torch.tensor([[1, 2, IMAGE, IMAGE, 3, 4, 5, 6, 7, 8], [9, 8, VIDEO, VIDEO, VIDEO, VIDEO, VIDEO, VIDEO, 7, 6]])
+    with torch.no_grad():
+        a = model(tokens, torch.cat((pa, pb)), torch.cat((ga, gb))).logits
+        b = model(tokens, torch.cat((pa, pb + 1)), torch.cat((ga, gb))).logits
+        alone = model(tokens[1:], pb, gb).logits
+    changed = (a - b).abs().amax(-1) > 1e-6
+    assert not changed[0].any() and not changed[1, :2].any() and changed[1, 2:].all() and ratio("alone", a[1:], alone) < 1e-5
+    model.train()
+    targets = torch.randint(0, 90, (2, 10))
+    model(tokens, torch.cat((pa, pb)), torch.cat((ga, gb)), targets=targets).loss.backward()
+    for part in (model.vision_tower, model.multi_modal_projector):
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for k, p in part.named_parameters() if "k_proj.bias" not in k)
+    assert model.embed_tokens.weight.grad[[IMAGE, VIDEO]].abs().max() == 0
+
+
+def test_bf16_autocast_trains():
+    """A part that breaks, or silently leaves fp32 where it must not, under autocast."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = small_model(head_dim=16, index_head_dim=16, index_block_size=16).train().to(device)
+    patches, grids = patchify(torch.randn(5, 3, 4, 8), 2, 1, 2, 4)
+    tokens = torch.randint(0, 90, (1, 70))
+    tokens[0, 5:15] = VIDEO
+    losses, grads = [], []
+    for on in (False, True):
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=on):
+            out = model(tokens, patches.to(device), grids, targets=tokens.to(device))  # tokens may stay on the CPU
+        out.loss.backward()
+        losses.append(out.loss.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert out.loss.dtype == torch.float32
+    assert ratio("loss", losses[1], losses[0]) < 2e-2 and ratio("gradient", grads[1], grads[0]) < 0.2
+
+
+def test_compiled_layers_give_the_same():
+    """A layer that torch.compile cannot take, and a ViT that is compiled anew for every set of pictures until dynamo gives up."""
+    torch._dynamo.reset()
+    kinds = {"layer_types": [FULL, SPARSE], "mlp_layer_types": ["dense", "sparse"]}
+    model, eager = (small_model(num_hidden_layers=2, **kinds) for _ in range(2))
+    for layer in [*model.layers, *model.vision_tower.layers]:
+        layer.compile(backend="eager")
+    g = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=4), torch.no_grad():
+        for n in (1, 2, 3, 4, 5, 6):
+            sizes = [(int(torch.randint(1, 7, (), generator=g)), 2, 2 * (1 + i % 3)) for i in range(n)]
+            patches, grids = (torch.cat(x) for x in zip(*pictures(g, 1, sizes)))
+            assert ratio("ViT", model.vision_tower(patches, grids), eager.vision_tower(patches, grids)) < 1e-5
+    tokens, targets = torch.randint(0, 90, (2, 24)), torch.randint(0, 90, (2, 24))
+    losses = [m.train()(tokens, targets=targets).loss for m in (model, eager)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses)
+    for (k, p), q in zip(model.named_parameters(), eager.parameters()):
+        assert "_orig_mod" not in k and (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6), k
+
+
+def test_released_sizes():
+    """427.0B parameters; 23.5B active without embedding and head, 26.0B with both: a layer too wide or missing."""
+    with torch.device("meta"):
+        model = M3(M3Config())
+    counts = [n / 1e9 for n in (model.parameters_total(), model.parameters_active(embeddings=False), model.parameters_active())]
+    assert [f"{n:.1f}" for n in counts] == ["427.0", "23.5", "26.0"]
+    c, by_hand = model.config, 0
+    for i in range(60):
+        keys = 16 * 128 if i >= 3 else 1 << 19
+        by_hand += 4 * c.num_attention_heads * c.head_dim * keys + (i >= 3) * 2 * 4 * 128 * (1 << 19)
+    by_hand += 2 * (model.parameters_active(False) + c.vocab_size * c.hidden_size)
+    assert model.flops_per_token(1 << 20) == by_hand
+
+
+# ---- vit3d.py's own promises ----
+
+
+def small_vit(seed=0, **kw):
+    torch.manual_seed(seed)
+    c = ViTConfig(32, 40, num_hidden_layers=2, num_attention_heads=2, patch_size=2, temporal_patch_size=1)
+    return ViT(dataclasses.replace(c, **kw)).eval()
+
+
+def test_packed_pictures_equal_each_alone():
+    """A picture that sees its neighbour in the batch, or comes back at its neighbour's place after the sorting by length."""
+    vit, g = small_vit(), torch.Generator().manual_seed(1)
+    visuals = pictures(g, 1, [(9, 4, 4), (1, 2, 2), (4, 2, 4), (1, 6, 2), (2, 4, 4), (1, 2, 2), (5, 2, 2), (1, 4, 2)])
+    with torch.no_grad():
+        packed = vit(*(torch.cat(x) for x in zip(*visuals))).split([len(p) for p, _ in visuals])
+        for i, (got, (patches, grids)) in enumerate(zip(packed, visuals)):
+            assert ratio(f"picture {i}", got, vit(patches, grids)) < 1e-5
+
+
+def test_segments_are_independent_and_time_restarts():
+    """Attention or positions that run over the edge of a segment: a clip of two equal halves must give two equal halves; one
+    frame, one segment."""
+    half = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    vit = small_vit()
+    with torch.no_grad():
+        twice = vit(*patchify(torch.cat((half, half)), 2, 1, 2, 4))
+        assert torch.allclose(twice[:16], twice[16:], atol=1e-6)
+        other = vit(*patchify(torch.cat((half, half + 1)), 2, 1, 2, 4))
+        assert torch.allclose(other[:16], twice[:16], atol=1e-6) and not torch.allclose(other[16:], twice[16:], atol=1e-2)
+        moved = half.clone()
+        moved[0] += 1
+        for frames, touched in ((1, 1), (2, 2), (3, 3), (4, 4)):
+            a, b = (vit(*patchify(x, 2, 1, 2, frames)).view(4, -1) for x in (half, moved))
+            assert ((a - b).abs().amax(1) > 1e-4).tolist() == [i < touched for i in range(4)]
+        still = vit(*patchify(half[:1].expand(4, -1, -1, -1), 2, 1, 2, 4)).view(4, -1)
+        assert (still[0] - still[1]).abs().max() > 1e-3  # equal frames differ by their time alone
+        at = vit3d.positions(torch.tensor([[4, 2, 2], [1, 2, 2], [3, 2, 2]]), 2)
+        assert at[:, 0].tolist() == [t for n in (4, 1, 3) for t in range(n) for _ in range(4)]
+
+
+def test_patchify_keeps_bytes_and_says_what_is_wrong():
+    """uint8 pictures turned to float (four times the memory in the loader), or sizes that do not fit cut off in silence."""
+    patches, grids = patchify(torch.full((5, 3, 28, 56), 255, dtype=torch.uint8), 14, 2, 2, 4)
+    assert patches.dtype == torch.uint8 and patches.min() == 255
+    assert patches.shape == (24, 3 * 2 * 14 * 14) and grids.tolist() == [[3, 2, 4]]
+    bad = ((1, 3, 28, 30), "28 x 30"), ((1, 3, 14, 28), "14 x 28"), ((0, 3, 28, 28), "0 frames"), ((3, 28, 28), r"\[3, 28, 28\]")
+    for shape, said in bad:
+        with pytest.raises(ValueError, match=said):
+            patchify(torch.zeros(shape), 14, 1, 2, 4)
+    with pytest.raises(ValueError, match="frames_per_segment"):
+        patchify(torch.zeros(1, 3, 28, 28), 14, 1, 2, 0)
+    vit = small_vit()
+    for grid, said in (([[1, 2, 4]], "8 patches, but there are 4"), ([[4, 1, 1]], r"multiples of 2, not \[\[4, 1, 1\]\]")):
+        with pytest.raises(ValueError, match=said):
+            vit(torch.zeros(4, 12), torch.tensor(grid))
+    for kw in ({"hidden_size": 33}, {"hidden_size": 8}, {"frames_per_segment": 0}):
+        with pytest.raises(ValueError, match="vision|frames_per_segment"):
+            dataclasses.replace(ViTConfig(hidden_size=32, num_attention_heads=2), **kw)
+
+
+@pytest.mark.parametrize("script", ["vit3d", "model"])
+def test_demonstrations_run(script, capsys):
+    """`python vit3d.py` or `python model.py` broken, or its one equality no longer true."""
+    {"vit3d": vit3d, "model": m3}[script].main()
+    said = capsys.readouterr().out
+    assert float(said.split("largest difference ")[1].split()[0]) < 1e-5
+    assert ("frames [0, 1, 2, 3]" if script == "vit3d" else "427.0B parameters, 26.0B active a token, 23.5B without") in said
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 4. Data
+
+
+SAMPLE = "def f(x):\n    return x + 1\n\n" * 400
+PREP = data.Prep(max_pixels=56 * 56)
+
+
+def small_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path / "cache"))
+
+
+def shared_pictures(monkeypatch, tmp_path_factory, limit=64):
+    """Drawn once for all tests of a run: the cache is keyed by what is drawn."""
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path_factory.getbasetemp() / "pictures"))
+    return data.Pictures(56, limit)
+
+
+def text_corpus(tmp_path, text=SAMPLE):
+    file = tmp_path / "words.txt"
+    file.write_text(text)
+    return data.Corpus(data.Tokenizer(), file)
+
+
+# ---- tokenizer
+
+
+@pytest.mark.parametrize("text", ["é🔥中", "", "<|endoftext|>", "<|image|><|clip|><|sep|>x", " \t\r\n\n   \u00a0\u2028",
+                                  "a" * 5000, "x²_·__init__ 12345\x00", "def f():\n        return 1\n"])
+def test_tokenizer_round_trip(text):
+    """Pieces that the split pattern does not cover are lost, or text that looks special becomes a structure token."""
+    tok = data.Tokenizer()
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert all(i < tok.eod for i in ids)
+
+
+def test_tokenizer_every_character_class_survives():
+    """A character that falls between the pattern's alternatives (combining marks, connectors, odd spaces) disappears silently."""
+    tok = data.Tokenizer()
+    text = "".join(chr(c) + "a" for c in range(0x3000) if not 0xD800 <= c < 0xE000)
+    assert tok.decode(tok.encode(text)) == text
+
+
+def test_tokenizer_indentation_is_one_token():
+    """A tokenizer made for prose spends a token per space of Python's indentation."""
+    tok = data.Tokenizer()
+    for spaces in (4, 8, 12, 16):
+        assert len(tok.encode("\n" + " " * spaces)) == 1
+
+
+def test_tokenizer_ids_are_distinct_and_padded():
+    """Special ids that collide with ranks, or an embedding too small for them."""
+    tok = data.Tokenizer()
+    special = {tok.eod, tok.image_start, tok.image_end, tok.image, tok.clip, tok.sep}
+    assert len(special) == 6 and min(special) == len(tok.ranks) and max(special) < tok.vocab_size and tok.vocab_size % 64 == 0
+    assert tok.decode([*tok.encode("ab"), tok.eod, tok.vocab_size - 1, tok.sep]) == "ab"
+
+
+def test_tokenizer_travels_in_a_checkpoint(tmp_path):
+    """State that only a full unpickle can read, or that comes back as another tokenizer."""
+    tok = data.Tokenizer()
+    torch.save(tok.state(), tmp_path / "t.pt")
+    again = data.Tokenizer.from_state(torch.load(tmp_path / "t.pt", weights_only=True))
+    assert again.hash == tok.hash and again.encode(SAMPLE) == tok.encode(SAMPLE)
+
+
+def test_tokenizer_needs_no_network(tmp_path):
+    """tiktoken's named encodings download on first use: ours must not, with an empty cache and no sockets."""
+    code = ("import socket\ndef no(*a, **k): raise OSError('network used')\nsocket.socket.connect = no\nsocket.getaddrinfo = no\n"
+            "import data\nprint(data.Tokenizer().decode(data.Tokenizer().encode('ok')))")
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    here = Path(data.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=here, check=False)
+    assert done.stdout.strip() == "ok", done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_bpe_merges_most_frequent_first():
+    """Stale pair counts after a merge give ranks in another order than recounting from scratch."""
+    rng = random.Random(0)
+    counts = {"".join(rng.choices("abc", k=rng.randrange(1, 9))): rng.randrange(1, 50) for _ in range(200)}
+    words = {w: [bytes([b]) for b in w.encode()] for w in counts}
+    slow = {bytes([b]): b for b in range(256)}
+    while len(slow) < 300:
+        pairs = {}
+        for w, parts in words.items():
+            for p in itertools.pairwise(parts):
+                pairs[p] = pairs.get(p, 0) + counts[w]
+        if not pairs:
+            break
+        best = min(pairs, key=lambda p: (-pairs[p], p))
+        slow.setdefault(best[0] + best[1], len(slow))
+        for w, parts in words.items():
+            out = []
+            while parts:
+                n = 2 if tuple(parts[:2]) == best else 1
+                out.append(b"".join(parts[:n]))
+                parts = parts[n:]
+            words[w] = out
+    assert data.train_bpe(counts, 300) == slow and len(slow) > 260
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("content", [b"", b"ten bytes!", b"one line\n", b"\xff\xfe\x00bad" * 500])
+def test_corpus_too_small_or_not_text(tmp_path, monkeypatch, content):
+    """A traceback from deep inside, instead of one sentence that names the file."""
+    small_cache(monkeypatch, tmp_path)
+    (tmp_path / "words.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"words\.txt"):
+        data.Corpus(data.Tokenizer(), tmp_path / "words.txt")
+
+
+def test_corpus_missing_path(tmp_path, monkeypatch):
+    """A misspelt --text silently trains on something else."""
+    small_cache(monkeypatch, tmp_path)
+    with pytest.raises(ValueError, match="nowhere"):
+        data.Corpus(data.Tokenizer(), tmp_path / "nowhere")
+
+
+def test_corpus_one_long_line(tmp_path, monkeypatch):
+    """Splitting validation off by lines leaves nothing of a file that is one line."""
+    small_cache(monkeypatch, tmp_path)
+    c = text_corpus(tmp_path, "word " * 2000)
+    assert len(c.val) > 0 and len(c.val_bytes) == 500
+    tok = data.Tokenizer()
+    assert tok.decode(c.train) + tok.decode(c.val) == "word " * 2000
+
+
+def test_corpus_folder_deduplicates_splits_and_caps(tmp_path, monkeypatch):
+    """Copies of one file in both train and validation, validation that changes with max_bytes, or an end-of-document lost."""
+    small_cache(monkeypatch, tmp_path)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for k in range(240):
+        (folder / f"{k}.txt").write_text(f"file number {k % 120}\n" * 5)
+    (folder / "bad.txt").write_bytes(b"\xff\xff")
+    tok = data.Tokenizer()
+    c, capped = data.Corpus(tok, folder), data.Corpus(tok, folder, max_bytes=2000)
+    assert int((c.train == tok.eod).sum()) == 119 and int((c.val == tok.eod).sum()) == 1
+    assert "120 files" in c.report and "1 files skipped" in c.report
+    train = set(tok.decode(c.train).splitlines())
+    assert not train & set(c.val_bytes.decode().splitlines()) and len(train) == 119
+    assert capped.val_bytes == c.val_bytes and 0 < len(capped.train) < len(c.train)
+    assert np.array_equal(capped.train, c.train[: len(capped.train)])
+    files = {p.name for p in (tmp_path / "cache").iterdir()}
+    assert data.Corpus(tok, folder).report == c.report and files == {p.name for p in (tmp_path / "cache").iterdir()}
+    assert not any(name.endswith(".tmp") for name in files)
+
+
+def test_corpus_two_processes_at_once(tmp_path):
+    """Two runs that start together read each other's half-written cache."""
+    (tmp_path / "words.txt").write_text("".join(f"value_{i} = {i}\n" for i in range(40_000)))
+    code = (f"import data; c = data.Corpus(data.Tokenizer(), {str(tmp_path / 'words.txt')!r}); "
+            "print(len(c.train), int(c.train.astype(int).sum()))")
+    env = {**os.environ, "NANOM3_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    here = Path(data.__file__).parent
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=here) for _ in range(2)]
+    said = [p.communicate(timeout=60)[0] for p in runs]
+    assert said[0] == said[1] and said[0].strip()
+
+
+# ---- pictures and splits
+
+
+def test_picture_names_are_plain_and_unique():
+    """Underscores, capitals or two pictures of one name in the captions."""
+    names = list(data.picture_names().values())
+    assert len(names) > 3900 and len(set(names)) == len(names)
+    assert not [n for n in names if "_" in n or n != n.lower() or n != n.strip() or "  " in n]
+    assert {"red apple", "rocket", "flag of peru", "woman firefighter: medium skin tone"} <= set(names)
+
+
+def test_variant_triples_are_seen_apart_never_together():
+    """Held-out compositions that are in training after all, or whose parts were never seen together in pairs."""
+    p = data.Pictures.__new__(data.Pictures)
+    p.names = list(data.picture_names().values())
+    p.sequences = list(data.picture_names())
+    p._split()
+    held = {p.triples[i] for i in p.variant}
+    seen = {p.triples[i] for i in p.train if i in p.triples}
+    assert len(held) > 0.07 * len(p.triples) and not held & seen
+    pairs = {pair for t in seen for pair in data.pairs_of(t)}
+    assert all(pair in pairs for t in held for pair in data.pairs_of(t))
+    assert len(p.unseen) == pytest.approx(0.03 * len(p.names), rel=0.05)
+    assert not {*p.unseen, *p.variant} & set(p.train) and len(p.train) + len(p.unseen) + len(p.variant) == len(p.names)
+
+
+def test_training_never_shows_what_is_held_out(monkeypatch, tmp_path_factory):
+    """A task that forgets to ask whether its pictures, their pair or their motion are kept for the test."""
+    p = shared_pictures(monkeypatch, tmp_path_factory)
+    shown, real = [], data.render
+    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: shown.append(frames) or real(pictures, rng, frames))
+    rng = random.Random(0)
+    examples = [data.training_example(p, rng) for _ in range(1500)]
+    train = set(p.train)
+    for frames, e in zip(shown, examples, strict=True):
+        who = sorted({t[0] for t in frames[0]})
+        assert set(who) <= train
+        assert not any(p.pair_held(i, j) for k, i in enumerate(who) for j in who[:k]), e
+        for part in e.answer.split(" and the ") if e.kind == "clip" else []:
+            motion = next(m for m in (*data.MOTIONS, "stays still") if part.endswith(" " + m))
+            name = part.removeprefix("the ").removesuffix(" " + motion)
+            assert motion == "stays still" or not p.motion_held(p.names.index(name), motion), e
+        if e.kind == "question" and e.question in ("what does it do?", "which way does it move?"):
+            assert not p.motion_held(who[0], e.answer if e.question == "what does it do?" else f"moves {e.answer}"), e
+    shown.clear()
+    for e, frames in zip([data.scene(p, random.Random(k), held=True) for k in range(50)], shown):
+        assert p.pair_held(*[t[0] for t in frames[0]]), e
+
+
+def test_tiles_never_overlap_or_leave_the_canvas(monkeypatch, tmp_path_factory):
+    """Tiles that cover each other make a caption that the pixels do not tell."""
+    p = shared_pictures(monkeypatch, tmp_path_factory)
+
+    def check(pictures, rng, frames):
+        for things in frames:
+            boxes = [(x, y, x + p.sizes[k], y + p.sizes[k]) for _, k, x, y, _ in things]
+            for n, (a, b, c, d) in enumerate(boxes):
+                assert 0 <= a and 0 <= b and c <= p.size and d <= p.size
+                assert all(c <= e or g <= a or d <= f or h <= b for e, f, g, h in boxes[:n]), things
+        return np.zeros((len(frames), 3, p.size, p.size), np.uint8)
+
+    monkeypatch.setattr(data, "render", check)
+    rng = random.Random(0)
+    for _ in range(3000):
+        data.training_example(p, rng)
+
+
+@pytest.mark.parametrize("motion", data.MOTIONS)
+def test_motion_is_told_by_the_pixels(monkeypatch, tmp_path_factory, motion):
+    """A label that does not match what moves on the canvas: the centre of what is drawn must go where the words say."""
+    p, placed, real = shared_pictures(monkeypatch, tmp_path_factory), [], data.render
+    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
+    for k in range(8):
+        i = [i for i, turns in enumerate(p.turns) if turns][k]
+        frames = data.film(p, random.Random(k), [(i, motion)]).astype(int)
+        ink = np.abs(frames - frames[:, :, :1, :1]).sum(1)  # [T,c,c]: distance from the ground
+        area = (ink > 30).sum((1, 2))
+        ys, xs = (np.array([c[ink[t] > 30].mean() for t in range(len(ink))]) for c in np.mgrid[:56, :56])
+        if motion in data.MOVES:
+            dx, dy = data.MOVES[motion]
+            along = xs * dx + ys * dy
+            assert (np.diff(along) > 0.5).all() and along[-1] - along[0] > 9
+            assert np.ptp(ys if dx else xs) < 1
+        elif motion in ("grows", "shrinks"):
+            assert (area[-1] / area[0] > 1.6) if motion == "grows" else (area[0] / area[-1] > 1.6)
+        else:
+            _, k, x, y, _ = placed[-1][0][0]
+            tiles = frames[:, :, y : y + p.sizes[k], x : x + p.sizes[k]]
+            quarter = -1 if motion == "turns clockwise" else 1  # numpy counts counterclockwise
+            assert (tiles[1] == np.rot90(tiles[0], quarter, (1, 2))).all()
+            assert (tiles[1] != np.rot90(tiles[0], -quarter, (1, 2))).any()
+
+
+def test_heldout_is_fixed_and_chance_is_stated(monkeypatch, tmp_path_factory):
+    """A test set that moves with the seed of training or the order of calls."""
+    p = shared_pictures(monkeypatch, tmp_path_factory)
+    random.seed(1)
+    first = {k: data.heldout(k, 12, p) for k in data.HELDOUT}
+    random.seed(2)
+    for kind in reversed(data.HELDOUT):
+        again = data.heldout(kind, 12, p)
+        old, new = ([(e.question, e.answer, e.frames.tobytes()) for e in some] for some in (first[kind], again))
+        assert old == new
+        assert all(0 < e.chance <= 0.5 and e.answer for e in again)
+        assert len(again) == (0 if kind == "variant" else 12)
+    assert {e.answer for e in data.heldout("unseen_clip", 200, p)} >= {"up", "down", "left", "right", "grows", "shrinks"}
+    few = data.Pictures(56, 24)
+    assert all(len(data.heldout(kind, 3, few)) == 3 for kind in data.HELDOUT if kind != "variant")
+    with pytest.raises(ValueError, match="scenery"):
+        data.heldout("scenery", 1, p)
+
+
+# ---- rows
+
+
+def test_text_rows_walk_every_chunk_once_an_epoch(tmp_path, monkeypatch):
+    """Rows that repeat or miss text, differ by order of asking, or have targets that are not the next token."""
+    small_cache(monkeypatch, tmp_path)
+    c = text_corpus(tmp_path)
+    rows = data.Rows(data.Tokenizer(), PREP, c, None, 64, seed=3)
+    chunks = (len(c.train) - 1) // 64
+    epoch = [rows.text(n) for n in range(chunks)]
+    wanted = [c.train[k * 64 : k * 64 + 64].astype(np.int64).tobytes() for k in range(chunks)]
+    assert sorted(t.numpy().tobytes() for t, _ in epoch) == sorted(wanted)
+    assert all(torch.equal(t[1:], y[:-1]) for t, y in epoch)
+    second = [rows.text(n)[0] for n in range(chunks, 2 * chunks)]
+    assert any(not torch.equal(a, b[0]) for a, b in zip(second, epoch))
+    fresh = data.Rows(data.Tokenizer(), PREP, c, None, 64, seed=3)
+    assert torch.equal(fresh.text(2 * chunks - 1)[0], second[-1]) and torch.equal(fresh.text(0)[1], epoch[0][1])
+    with pytest.raises(ValueError, match="too few"):
+        data.Rows(data.Tokenizer(), PREP, c, None, 10**6)
+
+
+def test_vision_rows_are_exact_in_workers(monkeypatch, tmp_path_factory):
+    """A row that depends on the process, on earlier rows or on global random state cannot be resumed."""
+    p = shared_pictures(monkeypatch, tmp_path_factory)
+    rows = data.Rows(data.Tokenizer(), PREP, None, p, 512, seed=1)
+
+    class Some(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, n):
+            return rows.vision(n)
+
+    here = [rows.vision(n) for n in reversed(range(6))][::-1]
+    for n, row in enumerate(torch.utils.data.DataLoader(Some(), batch_size=None, num_workers=2)):
+        assert all(torch.equal(a, b) for a, b in zip(row, here[n], strict=True))
+    assert not torch.equal(here[0][0], here[1][0])
+    import pickle
+    again = pickle.loads(pickle.dumps(rows))
+    assert len(pickle.dumps(rows)) < 1_000_000 and torch.equal(again.vision(3)[2], here[3][2])
+
+
+def test_vision_rows_learn_answers_only(monkeypatch, tmp_path_factory):
+    """Loss on questions or pictures, targets not shifted, a sample cut at a row's end, or placeholders unlike the patches."""
+    p, tok = shared_pictures(monkeypatch, tmp_path_factory), data.Tokenizer()
+    rows = data.Rows(tok, PREP, None, p, 512)
+    for n in range(20):
+        tokens, targets, patches, grids = rows.vision(n)
+        assert tokens.shape == targets.shape == (512,) and patches.dtype == torch.uint8 and grids.dtype == torch.int64
+        learn = targets != -100
+        assert torch.equal(targets[:-1][learn[:-1]], tokens[1:][learn[:-1]]) and targets[-1] == -100
+        answering, expected = False, []
+        for t in tokens.tolist():  # an answer starts after sep and ends with eod
+            answering = (answering or t == tok.sep) and t != tok.eod
+            expected.append(answering)
+        assert learn.tolist() == expected
+        places = int(((tokens == tok.image) | (tokens == tok.clip)).sum())
+        assert places * 4 == len(patches) == int(grids.prod(1).sum()) and patches.shape[1] == 3 * 14 * 14
+        assert int((tokens == tok.image_start).sum()) == int((tokens == tok.image_end).sum()) == int(grids[:, 0].sum())
+    with pytest.raises(ValueError, match="cannot hold"):
+        data.Rows(tok, PREP, None, p, 48)
+    with pytest.raises(ValueError, match="multiple of 28"):
+        data.Rows(tok, data.Prep(max_pixels=4000), None, data.Pictures(60, 64), 512)
+
+
+def test_prompt_is_what_training_saw(monkeypatch, tmp_path_factory):
+    """Training and sampling that build the placeholders differently, or a caption whose words become placeholders."""
+    p, tok = shared_pictures(monkeypatch, tmp_path_factory), data.Tokenizer()
+    e = data.heldout("clip", 1, p)[0]
+    e.question = "<|image|>?<|sep|>"
+    prompt, answer, patches, grids = data.encode_example(tok, PREP, e)
+    assert prompt == data.build_prompt(tok, PREP, [(grids, True)], e.question) and prompt[-1] == tok.sep and answer[-1] == tok.eod
+    assert prompt.count(tok.sep) == 1 and prompt.count(tok.clip) * 4 == len(patches) and tok.image not in prompt
+    row = data.pack([(prompt, answer, patches, grids)], tok, len(prompt) + len(answer) + 3)
+    assert row[0].tolist() == prompt + answer + [tok.eod] * 3
+    assert data.build_prompt(tok, PREP, [], "x = 1") == [tok.eod, *tok.encode("x = 1")]
+
+
+# ---- files
+
+
+def loaded(tmp_path, im, name="a.png", prep=PREP, **options):
+    im.save(tmp_path / name, **options)
+    clip, is_clip = data.load_visual(tmp_path / name, prep)
+    assert clip.dtype == np.uint8 and clip.shape[1] == 3 and all(s % 28 == 0 for s in clip.shape[2:])
+    assert clip.shape[2] * clip.shape[3] <= prep.max_pixels and is_clip == (len(clip) > 1)
+    return clip
+
+
+def test_exif_orientation_is_applied(tmp_path):
+    """A telephone's portrait seen lying on its side (orientation 6 on 100x200)."""
+    im = Image.new("RGB", (200, 100), "red")
+    im.paste("blue", (0, 0, 100, 100))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clip = loaded(tmp_path, im, "a.jpg", data.Prep(max_pixels=112 * 112), exif=exif)
+    assert clip.shape[2] > clip.shape[3]
+    assert clip[0, 2, 5].mean() > 200 and clip[0, 0, -5].mean() > 200  # the left half is on top: blue above red
+
+
+def test_transparency_shows_the_background(tmp_path):
+    """RGBA (255,0,0,0) is not red, and a transparent palette entry is not its hidden colour."""
+    assert (loaded(tmp_path, Image.new("RGBA", (60, 60), (255, 0, 0, 0))) == 255).all()
+    prep = data.Prep(max_pixels=3136, background=(10, 20, 30))
+    assert (loaded(tmp_path, Image.new("RGBA", (60, 60), (255, 0, 0, 0)), prep=prep)[0, :, 3, 3] == (10, 20, 30)).all()
+    im = Image.new("P", (60, 60), 0)
+    im.putpalette([255, 0, 0, 0, 255, 0])
+    im.paste(1, (0, 0, 60, 30))
+    clip = loaded(tmp_path, im, transparency=0)
+    assert (clip[0, :, -4, 9] == 255).all() and clip[0, :, 4, 9].tolist() == [0, 255, 0]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16B", "I", "F", "LAB", "HSV"])
+def test_every_mode_is_read(tmp_path, mode):
+    """Modes whose plain conversion raises, or clips 16 bits to white. Every picture here is half black, half bright."""
+    ramp = np.zeros((64, 64, 3), np.uint8)
+    ramp[:, 32:] = bright = 255 if mode in ("1", "P") else 200  # those two dither
+    grey = ramp[..., 0]
+    if mode.startswith("I"):
+        im = Image.fromarray(grey.astype(np.uint16) * 257)  # I;16
+        if mode == "I":
+            im = im.convert("I")
+        elif mode == "I;16B":
+            im = Image.frombytes(mode, im.size, (grey.astype(np.uint16) * 257).astype(">u2").tobytes())
+    elif mode == "F":
+        im = Image.fromarray(grey.astype(np.float32) / 255)
+    elif mode == "LAB":
+        im = Image.frombytes("LAB", (64, 64), np.stack([grey, 0 * grey, 0 * grey], -1).tobytes())
+    else:
+        im = Image.fromarray(ramp).convert(mode)
+    rgb = np.asarray(data.to_rgb(im, (255, 255, 255)), dtype=int)
+    assert rgb.shape == (64, 64, 3) and rgb[:, :30].max() < 20
+    assert np.abs(rgb[:, 34:] - bright).max() < 12
+    if mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        assert loaded(tmp_path, im)[0, :, :, :20].max() < 40
+    if mode == "CMYK":
+        assert loaded(tmp_path, im, "a.tif")[0, :, :, :20].max() < 40
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 1000), (5000, 2), (27, 29), (400, 300), (56, 56)])
+def test_sizes_fit_without_cropping(tmp_path, size):
+    """Small pictures refused, long ones cropped or larger than max_pixels."""
+    im = Image.new("RGB", size, "green")
+    im.putpixel((size[0] - 1, size[1] - 1), (255, 0, 0))
+    clip = loaded(tmp_path, im)
+    assert size != (56, 56) or (np.asarray(im).transpose(2, 0, 1) == clip[0]).all()
+    assert (clip.shape[2] > clip.shape[3]) == (size == (3, 1000)) and (clip.shape[2] < clip.shape[3]) == (size in ((5000, 2),))
+
+
+def test_hostile_files_are_named(tmp_path, monkeypatch):
+    """Half a JPEG, an empty file, HTML named .jpg, a decompression bomb, an empty folder: a traceback, not one sentence."""
+    Image.effect_noise((300, 300), 90).convert("RGB").save(tmp_path / "whole.jpg")
+    raw = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "half.jpg").write_bytes(raw[: len(raw) // 2])
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "page.jpg").write_text("<html><body>404</body></html>")
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    Image.new("1", (9_000, 9_000)).save(tmp_path / "big.png")
+    png = (tmp_path / "a.png", Image.new("RGB", (40, 40)))
+    png[1].save(png[0])
+    bad = bytearray(png[0].read_bytes())
+    bad[45] ^= 255
+    (tmp_path / "flipped.png").write_bytes(bad)
+    (tmp_path / "none").mkdir()
+    for name in ("half.jpg", "empty.png", "page.jpg", "bomb.png", "big.png", "flipped.png", "none", "missing.png"):
+        with pytest.raises(ValueError, match=name.replace(".", r"\.")) as error:
+            data.load_visual(tmp_path / name, PREP)
+        assert "\n" not in str(error.value) and error.value.__cause__ is None, name
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_animations_are_clips(tmp_path, form):
+    """Only the first frame of an animation is read, or a still is taken for a clip."""
+    frames = [Image.new("RGB", (60, 40), c) for c in ("red", "lime", "blue")]
+    frames[0].save(tmp_path / f"a.{form.lower()}", format=form, save_all=True, append_images=frames[1:], lossless=True)
+    clip, is_clip = data.load_visual(tmp_path / f"a.{form.lower()}", PREP)
+    assert is_clip and clip.shape == (3, 3, 28, 56)
+    assert [int(f.mean((1, 2)).argmax()) for f in clip] == [0, 1, 2]
+
+
+def test_frames_in_folders_and_lists(tmp_path):
+    """frame10 sorted before frame2, a stray file in the folder, or frames of another size squeezed in silently."""
+    for k in range(12):
+        Image.new("RGB", (56, 56), (k * 20, 0, 0)).save(tmp_path / f"frame{k}.png")
+    (tmp_path / "notes.txt").write_text("not a frame")
+    clip, is_clip = data.load_visual(tmp_path, PREP)
+    assert is_clip and clip[:, 0, 0, 0].tolist() == [k * 20 for k in range(12)]
+    clip, is_clip = data.load_visual([tmp_path / "frame3.png"], PREP)
+    assert is_clip and clip.shape == (1, 3, 56, 56)
+    Image.new("RGB", (30, 56)).save(tmp_path / "odd.png")
+    with pytest.raises(ValueError, match=r"odd\.png"):
+        data.load_visual([tmp_path / "frame3.png", tmp_path / "odd.png"], PREP)
+
+
+def test_second_picture_in_a_jpeg_is_no_frame(tmp_path):
+    """Telephones put a preview behind the picture (MPO): that is a still."""
+    ims = [Image.new("RGB", (60, 60), c) for c in ("red", "blue")]
+    ims[0].save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=ims[1:])
+    clip, is_clip = data.load_visual(tmp_path / "a.jpg", PREP)
+    assert not is_clip and len(clip) == 1
+
+
+@pytest.mark.parametrize("temporal", [1, 2])
+def test_placeholders_match_patches_at_any_temporal_size(monkeypatch, tmp_path_factory, temporal):
+    """Doubled stills and an odd last frame (temporal patch 2), or a clip over several segments, counted differently in tokens."""
+    p, tok = shared_pictures(monkeypatch, tmp_path_factory), data.Tokenizer()
+    prep = data.Prep(max_pixels=56 * 56, temporal_patch_size=temporal, frames_per_segment=2)
+    frames = data.heldout("clip", 1, p)[0].frames
+    for T in (1, 2, 3, 4):
+        e = data.Example([(np.concatenate([frames, frames])[:T], T > 1)], "", "x", "own", 0.0)
+        prompt, _, patches, grids = data.encode_example(tok, prep, e)
+        steps = -(-T // temporal)
+        assert grids[:, 0].tolist() == [2] * (steps // 2) + [1] * (steps % 2) and patches.shape == (steps * 16, 588 * temporal)
+        assert prompt.count(tok.image) + prompt.count(tok.clip) == steps * 4 and prompt.count(tok.image_start) == steps
+    rows = data.Rows(tok, prep, None, p, 256)
+    assert rows.vision(0)[2].shape[1] == 588 * temporal
+
+
+def test_same_file_same_patches(tmp_path):
+    """A picture prepared twice, or through a saved Prep, gives other patches."""
+    import dataclasses
+    Image.effect_noise((90, 70), 80).convert("RGB").save(tmp_path / "a.png")
+    prep = data.Prep(**dataclasses.asdict(PREP))
+    a, b = (data.to_patches(data.load_visual(tmp_path / "a.png", q)[0], q) for q in (PREP, prep))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[0].dtype == torch.uint8
+    x = data.normalize(a[0], PREP)
+    red = (a[0][:, : 14 * 14].float() / 255 - PREP.mean[0]) / PREP.std[0]
+    assert x.dtype == torch.float32 and torch.allclose(x[:, : 14 * 14], red, atol=1e-6)
+    with pytest.raises(ValueError, match="max_pixels"):
+        data.Prep(max_pixels=100)
+
+
+def test_own_folder_uses_what_it_can(tmp_path):
+    """A file_name that climbs out, empty or missing captions, a fake picture: named and counted, and the rest is used."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for k in range(3):
+        Image.new("RGB", (56, 56), (90 * k, 0, 0)).save(folder / f"{k}.png")
+    Image.new("RGB", (56, 56)).save(tmp_path / "secret.png")
+    (folder / "page.jpg").write_text("<html>")
+    lines = ['{"file_name": "0.png", "text": "a <|image|> nought"}', '{"file_name": "1.png", "text": " "}',
+             '{"file_name": "2.png"}', "not json", "[1]",
+             '{"file_name": "../secret.png", "text": "x"}', '{"file_name": "page.jpg", "text": "x"}',
+             '{"file_names": ["0.png", "1.png", "2.png"], "text": "it reddens", "question": "what happens?"}']
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    examples, report = data.load_folder(folder, PREP)
+    assert [(e.answer, len(e.frames), e.visuals[0][1]) for e in examples] == [("a <|image|> nought", 1, False),
+                                                                              ("it reddens", 3, True)]
+    named = ("1.png: no caption", "2.png", "line 4", "line 5", "outside", "page.jpg")
+    assert "used 2 of 8" in report and all(word in report for word in named)
+    tok = data.Tokenizer()
+    tokens, _, patches, _ = data.Rows(tok, PREP, None, None, 128, own=examples).vision(0)
+    assert int(((tokens == tok.image) | (tokens == tok.clip)).sum()) * 4 == len(patches) and tok.sep in tokens
+    (folder / "metadata.jsonl").unlink()
+    (folder / "1.txt").write_text("a beside\n")
+    examples, report = data.load_folder(folder, PREP)
+    assert [e.answer for e in examples] == ["a beside"] and "used 1 of 4" in report
+    (folder / "1.txt").write_text("")
+    for bad in (folder, tmp_path / "none"):
+        with pytest.raises(ValueError, match=bad.name):
+            data.load_folder(bad, PREP)
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 5. Training, end to end
+
+FAST = ["--preset", "tiny", "--max_steps", "6", "--eval_interval", "3", "--eval_items", "4", "--eval_rows", "2", "--pictures", "24", "--corpus_bytes", "400000",
+        "--batch_size", "2", "--vision_rows", "2", "--index_warmup_steps", "2", "--workers", "0", "--device", "cpu"]  # fmt: skip
+
+
+def run(script, *flags, check=True, **kw):
+    done = subprocess.run([sys.executable, script, *flags], cwd=HERE, capture_output=True, text=True, timeout=240, **kw)
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(out):
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "eval" not in r]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "out"
+    run("train.py", "--native", *FAST, "--out_dir", str(out))
+    return out
+
+
+def test_training_writes_what_it_promises(trained):
+    """The files and log keys that others read; a first loss near ln(vocabulary)."""
+    rows = [json.loads(x) for x in (trained / "log.jsonl").read_text().splitlines()]
+    steps, evals = [r for r in rows if "eval" not in r], [r for r in rows if "eval" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6] and len(evals) == 2
+    assert {"step", "loss", "lm_loss", "index_kl", "grad_norm", "lr", "tokens_per_s", "block_recall", "score_recall"} <= steps[0].keys()
+    assert {"bits_per_byte", "caption_loss", "scene", "clip", "question", "unseen_clip"} <= evals[-1]["eval"].keys()
+    assert 7.5 < steps[0]["text_loss"] < 9.5 and all(r["index_kl"] > 0 for r in steps)
+    assert (trained / "ckpt.pt").exists() and (trained / "curve.png").stat().st_size > 5000 and not list(trained.glob("*.tmp"))
+
+
+def test_kill_and_resume_is_exact(trained, tmp_path):
+    """6 steps == 3 steps + kill -9 + resume, bit for bit: a resume that forgets RNG, data position or optimizer differs at once."""
+    out = tmp_path / "out"
+    p = subprocess.Popen([sys.executable, "train.py", *FAST, "--out_dir", str(out)], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = out / "log.jsonl"
+    while p.poll() is None and not (log.exists() and '"step": 4' in log.read_text()):
+        time.sleep(0.02)
+    os.kill(p.pid, signal.SIGKILL)
+    p.wait()
+    done = run("train.py", "--resume", "--out_dir", str(out), "--workers", "0", "--device", "cpu")
+    assert losses(out) == losses(trained), done.stdout
+    a, b = (torch.load(d / "ckpt.pt", weights_only=True)["model"] for d in (trained, out))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_settings_that_must_not_change_training(trained, tmp_path):
+    """How often it evaluates, and how rows are cut into micro-batches, must not change what is learned."""
+    often = tmp_path / "often"
+    run("train.py", *FAST, "--eval_interval", "2", "--out_dir", str(often))
+    assert losses(often) == losses(trained)
+    micro = tmp_path / "micro"
+    run("train.py", *FAST, "--micro_batch_size", "1", "--out_dir", str(micro))
+    for (_, a, _), (_, b, _) in zip(losses(micro), losses(trained)):
+        assert abs(a - b) < 2e-3 * abs(b)
+
+
+def test_recipes_share_text_and_pictures():
+    """Every recipe sees the same number of picture rows, each once and in order, and none before its start; text_only sees none."""
+    import train
+
+    for recipe, start in (("native", 0.0), ("midtrain", 0.5), ("cpt", 0.7)):
+        s = {"recipe": recipe, "vision_start": start, "vision_rows": 5, "max_steps": 97, "lr": 1.0}
+        plan = [train.vision_plan(t, s) for t in range(97)]
+        assert sum(n for _, n in plan) == 5 * 97 and all(n == 0 for t, (_, n) in enumerate(plan) if t < round(start * 97))
+        assert [a for a, _ in plan[1:]] == list(itertools.accumulate(n for _, n in plan))[:-1]
+        lr = [train.learning_rate(t, s) for t in range(97)]
+        assert max(lr) == 1.0 and 0 < lr[-1] < 0.1
+        assert (min(lr[60:75]) < 0.1) == (recipe == "cpt")
+    assert train.vision_plan(5, {"recipe": "text_only", "vision_rows": 5}) == (0, 0)
+
+
+def test_training_learns(trained):
+    """Loss falls on a repeated batch: the model, optimizer and loss are wired to each other, pictures included."""
+    import data
+    import sample
+    import train
+
+    model, tok, prep, s = sample.load(trained, "cpu")
+    rows = data.Rows(tok, prep, data.Corpus(tok, max_bytes=400_000), data.Pictures(56, 24), 256, 1)
+    batches = [train.stack([rows.text(0)]), train.stack([rows.vision(0)])]
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    seen = []
+    for _ in range(25):
+        o = [train.forward(model, b, prep, "cpu") for b in batches]
+        sum(x.loss for x in o).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([x.lm_loss.item() for x in o])
+    assert seen[-1][0] < 0.6 * seen[0][0] and seen[-1][1] < 0.4 * seen[0][1], (seen[0], seen[-1])
+
+
+def test_signal_saves_and_says_how_to_go_on(tmp_path):
+    """SIGTERM once lost the run since the last evaluation."""
+    out = tmp_path / "out"
+    p = subprocess.Popen([sys.executable, "train.py", *FAST, "--max_steps", "500", "--eval_interval", "500", "--out_dir", str(out)], cwd=HERE,
+                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    log = out / "log.jsonl"
+    while p.poll() is None and not (log.exists() and '"step": 2' in log.read_text()):
+        time.sleep(0.05)
+    p.send_signal(signal.SIGTERM)
+    said = p.communicate(timeout=120)[0]
+    assert p.returncode == 0 and "--resume" in said and (out / "ckpt.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--no_such_flag"], "unrecognized arguments"),
+        (["--resume", "--out_dir", "no/such/dir"], "there is no"),
+        (["--text", "no/such/file"], "no/such/file"),
+        (["--max_steps", "0"], "--max_steps"),
+        (["--native", "--vision_start", "0.5"], "--vision_start"),
+        (["--init_from", "no.pt"], "no.pt"),
+        (["--device", "cuda"], "CUDA"),
+    ],
+)
+def test_train_refuses_in_one_sentence(flags, said, tmp_path):
+    """One clear sentence that names the thing, a non-zero exit, no traceback, nothing written."""
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    done = run("train.py", *(flags if "--out_dir" in flags else [*flags, "--out_dir", str(tmp_path / "x")]), check=False)
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_used_out_dir_is_not_overwritten(trained):
+    """A second run into the same folder needs --resume or --overwrite."""
+    before = (trained / "ckpt.pt").read_bytes()
+    done = run("train.py", *FAST, "--out_dir", str(trained), check=False)
+    assert done.returncode != 0 and "--overwrite" in done.stderr and (trained / "ckpt.pt").read_bytes() == before
+    done = run("train.py", "--resume", "--lr", "5", "--out_dir", str(trained), check=False)
+    assert done.returncode != 0 and "--lr" in done.stderr and (trained / "ckpt.pt").read_bytes() == before
+
+
+def test_help_is_quick():
+    """--help must not import torch: it exits 0 in about a second, on any machine."""
+    for script in ("train.py", "sample.py"):
+        began = time.time()
+        assert "usage" in run(script, "--help").stdout and time.time() - began < 3
+
+
+def test_non_finite_gradients_stop_the_run(tmp_path):
+    """An inf gradient skips the step and says so; many in a row stop the run, the good checkpoint intact."""
+    done = run("train.py", *FAST, "--max_steps", "12", "--eval_interval", "2", "--lr", "1e30", "--out_dir", str(tmp_path / "o"), check=False)
+    assert done.returncode != 0 and "step skipped" in done.stdout + done.stderr and "non-finite" in done.stderr, done.stderr[-500:]
+    assert torch.load(tmp_path / "o" / "ckpt.pt", weights_only=True)["step"] >= 2
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 6. Sampling
+
+
+@pytest.fixture(scope="session")
+def trained_model(trained):
+    import sample
+
+    return sample.load(trained, "cpu")
+
+
+def test_cached_equals_uncached(trained_model):
+    """KV and index-key cache against no cache at all, greedy, across many block edges."""
+    import sample
+
+    model, tok, _, _ = trained_model
+    ids = [tok.eod, *tok.encode("def main():\n    import os\n")]
+    got = [t for (t,) in sample.generate(model, ids, max_tokens=120)]
+    seq = list(ids)
+    with torch.no_grad():
+        for t in got:
+            assert model(torch.tensor([seq]), last_only=True).logits[0, -1].argmax().item() == t
+            seq.append(t)
+
+
+def test_greedy_equals_teacher_forcing(trained_model):
+    """evaluate() counts an answer by the argmax at its positions: that must be what greedy decoding yields."""
+    import data
+    import sample
+    import train
+
+    model, tok, prep, s = trained_model
+    for e in data.heldout("question", 3, data.Pictures(56, 24)):
+        batch = next(train.caption_batches([e], tok, prep, 1))
+        logits = model(batch["tokens"], patches=data.normalize(batch["patches"], prep), grids=batch["grids"]).logits[0]
+        first = (batch["targets"][0] >= 0).nonzero()[0].item()
+        said = sample.answer(model, tok, prep, e.visuals, e.question, max_tokens=1)
+        assert batch["tokens"][0, first] == tok.sep and said == tok.decode([logits[first].argmax().item()])
+
+
+def test_sampler_edge_cases(trained_model):
+    """temperature 0, 1e-9 and negative; k in {0, 1, V, V + 1, -1}; its own seed; several samples; a full context."""
+    import sample
+
+    model, tok, _, _ = trained_model
+    ids = tok.encode("x = ")
+    ask = lambda **kw: [t for (t,) in sample.generate(model, ids, max_tokens=8, **kw)]
+    greedy = ask(temperature=0.0)
+    assert ask(temperature=1e-9) == greedy == ask(temperature=1.0, top_k=1)
+    assert ask(temperature=1.0, top_k=tok.vocab_size) == ask(temperature=1.0, top_k=tok.vocab_size + 1) == ask(temperature=1.0)
+    torch.manual_seed(1)
+    a = ask(temperature=1.0, seed=3)
+    torch.manual_seed(2)
+    assert a == ask(temperature=1.0, seed=3) != ask(temperature=1.0, seed=4)
+    for bad in ({"temperature": -1.0}, {"top_k": -1}, {"num_samples": 0}):
+        with pytest.raises(ValueError):
+            ask(**bad)
+    with pytest.raises(ValueError, match="prompt has"):
+        list(sample.generate(model, ids, capacity=len(ids)))
+    assert len(list(sample.generate(model, ids, max_tokens=50, capacity=len(ids) + 3))) == 3
+    assert all(len(step) == 3 for step in sample.generate(model, ids, max_tokens=4, num_samples=3, temperature=1.0))
+
+
+def test_streaming_never_breaks_a_character():
+    """Printing token by token once tore multi-byte characters apart."""
+    import data
+    import sample
+
+    tok = data.Tokenizer()
+    text = "é🔥中 naïve"
+    stream, out = sample.Stream(tok), ""
+    for t in tok.encode(text):
+        piece = stream([t])
+        assert "\ufffd" not in piece
+        out += piece
+    assert out + stream([], final=True) == text
+
+
+def test_sample_command(trained, tmp_path):
+    """The command line as the README gives it, with a picture, a clip, an attention map; and what it refuses."""
+    from PIL import Image
+
+    png, half = tmp_path / "a.png", tmp_path / "half.pt"
+    Image.new("RGB", (70, 50), "red").save(png)
+    frames = [Image.new("RGB", (56, 56), c) for c in ("red", "green", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    ckpt = str(trained)
+    assert "x = 1" in run("sample.py", "--ckpt", ckpt, "--prompt", "x = 1", "--max_tokens", "5").stdout
+    run("sample.py", "--ckpt", ckpt, "--image", str(png), "--clip", str(tmp_path / "a.gif"), "--max_tokens", "5", "--attention_map", str(tmp_path / "map.png"))
+    assert (tmp_path / "map.png").exists() or "no word" in run("sample.py", "--ckpt", ckpt, "--image", str(png), "--attention_map", str(tmp_path / "m")).stderr
+    assert "sample 2" in run("sample.py", "--ckpt", ckpt, "--prompt", "é🔥中", "--num_samples", "2", "--max_tokens", "3", "--temperature", "1").stdout
+    data = (trained / "ckpt.pt").read_bytes()
+    half.write_bytes(data[: len(data) // 2])
+    (tmp_path / "fake.jpg").write_text("<html>not a picture</html>")
+    for flags, said in (
+        (["--ckpt", str(half), "--prompt", "x"], "half.pt"),
+        (["--ckpt", str(tmp_path / "none"), "--prompt", "x"], "none"),
+        (["--ckpt", ckpt, "--image", str(tmp_path / "gone.png")], "gone.png"),
+        (["--ckpt", ckpt, "--image", str(tmp_path / "fake.jpg")], "fake.jpg"),
+        (["--ckpt", ckpt, "--prompt", "word " * 400], "context"),
+        (["--ckpt", ckpt, "--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["--ckpt", ckpt, "--unknown"], "unrecognized"),
+    ):
+        done = run("sample.py", *flags, check=False)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([str(HERE / "test_all.py"), "-q", "--durations=5", *sys.argv[1:]]))
