@@ -411,13 +411,16 @@ def wanted(folder: Path):
         if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):
             continue
         note, text = folder / f"{file.name if file.is_dir() else file.stem}.txt", ""
-        if note.is_file() and note.stat().st_size <= 8 * MAX_CAPTION and note.resolve().is_relative_to(folder.resolve()):
-            try:
+        try:
+            if note.is_file():
+                if folder.resolve() not in note.resolve().parents:
+                    raise ValueError("outside the folder")
+                if note.stat().st_size > 4 * MAX_CAPTION:
+                    raise ValueError(f"{note.stat().st_size:,} bytes, at most {MAX_CAPTION:,} characters are read")
                 text = read_words(note.read_bytes())
-            except ValueError as error:
-                yield plain(note.name, 100), None, "", str(error)
-                continue
-        yield plain(file.name, 100), file, "", text
+            yield plain(file.name, 100), file, "", text
+        except (ValueError, OSError) as error:
+            yield plain(note.name, 100), None, "", plain(getattr(error, "strerror", None) or error)
 
 
 def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
@@ -427,10 +430,10 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
     try:
         if path is None:
             raise ValueError(text)
-        if not all(Path(p).resolve().is_relative_to(root) for p in (path if isinstance(path, list) else [path])):
+        if not all(root in p.resolve().parents for p in (path if isinstance(path, list) else [path])):
             raise ValueError("outside the folder")
         files, several = frame_files(path)
-        if not all(f.resolve().is_relative_to(root) for f in files):
+        if not all(root in f.resolve().parents for f in files):  # a frame may be a link
             raise ValueError("outside the folder")
         question, text = (s.strip().encode("utf-8", "replace").decode() for s in (question, text))
         if not text:
@@ -479,7 +482,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
         few = len(things) < 500
-        for item, said in tqdm(pool.map(attempt, things), "checking pictures", len(things), mininterval=1, disable=few, leave=False):
+        results = pool.map(attempt, things)
+        for item, said in tqdm(results, "checking pictures", len(things), mininterval=1, disable=few, leave=False):
             if item is None:
                 bad.append(said)
             else:

@@ -11,6 +11,7 @@
 import argparse
 import codecs
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -181,10 +182,10 @@ def showcase(model, tok, prep, settings, out):
         return
     pictures = data.Pictures(settings["canvas"], settings["pictures"] or None)
     kinds = [kind for kind, task in data.HELDOUT.items() if task in data.parse_mix(settings["tasks"])]
-    items = [e for kind in kinds for e in data.heldout(kind, 3 if len(kinds) > 3 else 9, pictures)]
+    items = [e for kind in kinds for e in data.heldout(kind, 3 if len(kinds) > 3 else 12 // len(kinds), pictures)]
     columns = 3 if any(is_clip for e in items for _, is_clip in e.visuals) else 6
     rows = -(-len(items) // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(12, 2.2 * rows), dpi=100, squeeze=False)
+    fig, axes = plt.subplots(rows, columns, figsize=(12, (2.6 if columns > 3 else 2.2) * rows), dpi=100, squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
     right = 0
@@ -193,9 +194,10 @@ def showcase(model, tok, prep, settings, out):
         right += said == e.answer
         strip = np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1)  # frames side by side, [h, T*w, 3]
         ax.imshow(strip)
-        asked = f"{e.question} " if e.question else ""
-        label = asked + said if said == e.answer else f"{asked}{said}\n(truth: {e.answer})"
-        ax.set_title(label, fontsize=8, color="darkgreen" if said == e.answer else "firebrick", y=-0.02, va="top")
+        wide = 26 if columns > 3 else 60
+        lines = [f"{e.question} {said}".strip()] + ([] if said == e.answer else [f"(truth: {e.answer})"])
+        label = "\n".join(textwrap.fill(line, wide) for line in lines)
+        ax.set_title(label, fontsize=7 if columns > 3 else 8, color="darkgreen" if said == e.answer else "firebrick", y=-0.06, va="top")
     fig.suptitle(f"Held out: never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
     fig.tight_layout(h_pad=2.0)
     fig.savefig(out)

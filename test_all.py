@@ -11,6 +11,7 @@ Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the rele
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -406,7 +407,7 @@ def selections_agree(got, want):
 
 
 def everything(case, dtype=torch.float32, seed=0, ids=None):
-    """Selection, attention, both KLs and all gradients of one shape against the reference in fp32; -> the worst RMS error ratio."""
+    """Selection, attention, both KLs and all gradients of one shape against the fp32 reference; -> the worst RMS error ratio."""
     B, T, S, H, Hkv, D, Di, block, K, lens = case
     *xs, lens = make(B, T, S, H, Hkv, D, Di, lens, dtype, seed)
     xs = [x.requires_grad_() for x in xs]
@@ -437,11 +438,11 @@ def everything(case, dtype=torch.float32, seed=0, ids=None):
             assert a.dtype == dtype
             error = ratio(f"{'warm-up ' if 'warm' in names else ''}d{name}", a, b)
             r.append(error if b.abs().max() > 1e-6 else a.abs().max().item())  # with one visible key a softmax has no gradient
-    assert all(x == x for x in r), "NaN"
+    assert max(r) < float("inf") and not any(math.isnan(x) for x in r)
     return max(r)
 
 
-KERNEL_CASES = [  # B, T, S, H, Hkv, D, Di, block, K, lens
+SHAPES_THAT_BREAK_KERNELS = [  # B, T, S, H, Hkv, D, Di, block, K, lens
     (1, 1, 1, 2, 2, 16, 16, 16, 2, None),
     (1, 15, 15, 2, 1, 16, 16, 16, 2, None),
     (1, 16, 16, 16, 1, 16, 16, 16, 16, None),  # T == H, one block, K above the block count
@@ -454,9 +455,9 @@ KERNEL_CASES = [  # B, T, S, H, Hkv, D, Di, block, K, lens
 ]
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES)
+@pytest.mark.parametrize("case", SHAPES_THAT_BREAK_KERNELS)
 def test_kernels_equal_the_reference(case):
-    """Guards every mask at ragged sizes: block-1, block, block+1, k*block+1, G 1, 3 and 16, poisoned tails, dk and dv of a last short block."""
+    """Guards every mask: block-1, block, block+1, k*block+1, G 1, 3 and 16, poisoned tails, dk and dv of a last short block."""
     assert everything(case) < 1e-4
 
 
@@ -484,7 +485,10 @@ def test_kernel_selection_oracle_of_zeros():
 
 def test_kernel_selection_of_wild_scores():
     """NaN ranks lowest, infinities and -0 rank as themselves, all as in the reference; a NaN key once won every top-k."""
-    iq, ik = torch.ones(1, 160, 2, 16, device=DEVICE), torch.randn(1, 160, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    iq, ik = (
+        torch.ones(1, 160, 2, 16, device=DEVICE),
+        torch.randn(1, 160, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE),
+    )
     for at, value in ((17, float("nan")), (40, float("inf")), (50, -float("inf")), (70, 1e30)):
         ik[:, at : at + 3] = value
     ik[:, 96:112] = float("nan")  # a whole block of it
@@ -497,7 +501,7 @@ def test_kernel_selection_of_wild_scores():
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_kernel_selection_in_segments(monkeypatch, ties):
-    """Past 4,096 blocks the winners of segments are ranked again: the local block must survive, and ties must still go to the lower id."""
+    """Past 4,096 blocks the winners of segments are ranked again: the local block must survive, ties still go to the lower id."""
     monkeypatch.setattr(kernels, "MAX_SEGMENT", 8)
     iq, ik = make(2, 9, 560, 2, 2, 16, 16)[3:5]
     if ties:
@@ -517,7 +521,7 @@ def test_kernel_pieces_change_nothing(monkeypatch):
 
 
 def test_useless_ids_are_harmless():
-    """Future, repeated, missing and absurd ids are masked, not trusted: none may enter an address, none may count twice, nothing is NaN."""
+    """Future, repeated, missing and absurd ids are masked, not trusted: none enters an address, none counts twice."""
     B, T, K = 1, 40, 5
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(-1, 4, (B, 2, T, K), generator=g).int()
@@ -528,7 +532,7 @@ def test_useless_ids_are_harmless():
 
 
 def test_kernel_steps_equal_one_go():
-    """Prefill in uneven chunks and decoding token by token on a preallocated cache give what one pass gives, across block edges."""
+    """Prefill in uneven chunks and decoding token by token on a preallocated cache give what one pass gives."""
     S, block, K = 50, 16, 2
     q, k, v, iq, ik, _ = make(1, S, S, 4, 2, 16, 16)
     cache = [torch.full((1, 64, *x.shape[2:]), float("nan"), device=DEVICE) for x in (k, v, ik)]
@@ -565,8 +569,12 @@ def test_kernels_are_good_operators():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.nanom3.select_blocks, (iq.detach(), ik.detach(), 16, 2, lens), test_utils=checks)
     torch.library.opcheck(torch.ops.nanom3.sparse_attention, (*xs[:3], ids, 16, lens, 0.25), test_utils=checks)
-    torch.library.opcheck(torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], ids, 16, lens, 0.25), test_utils=checks)
-    torch.library.opcheck(torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], None, 16, None, 0.25), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], ids, 16, lens, 0.25), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.nanom3.index_kl, (q.detach(), k.detach(), lse, *xs[3:], None, 16, None, 0.25), test_utils=checks
+    )
 
 
 def test_kernels_under_compile():
@@ -580,8 +588,10 @@ def test_kernels_under_compile():
         return (out * out).sum() + kernels.index_kl(q * 2, k, lse, iq * 2, ik, ids, 16)
 
     want = torch.autograd.grad(layer(*xs), xs)
-    got = torch.autograd.grad(torch.compile(layer, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")(*xs), xs)
-    assert all(ratio(n, a, b) < 1e-5 for n, a, b in zip("q k v iq ik".split(), got, want))
+    got = torch.autograd.grad(
+        torch.compile(layer, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")(*xs), xs
+    )
+    assert all(ratio(n, a, b) < 1e-5 for n, a, b in zip(("q", "k", "v", "iq", "ik"), got, want))
 
 
 def test_kernel_guards_name_the_argument():
@@ -596,9 +606,9 @@ def test_kernel_guards_name_the_argument():
         (lambda: kernels.select_blocks(iq, ik, 16, 65), "topk"),
         (lambda: kernels.select_blocks(iq, ik, 16, 1, torch.tensor([1.0])), "lens"),
         (lambda: kernels.select_blocks(iq, ik[:, :10], 16, 1), "iq has 20"),
-        (lambda: kernels.sparse_attention(q, k.half(), v, ids, 16), "k is"),
+        (lambda: kernels.sparse_attention(q, k.half(), v, ids, 16), "k must be"),
         (lambda: kernels.sparse_attention(q, k, v[:, :10], ids, 16), "v must"),
-        (lambda: kernels.sparse_attention(q, k, v, ids.long(), 16), "ids must be int32"),
+        (lambda: kernels.sparse_attention(q, k, v, ids.long(), 16), "ids must be torch.int32"),
         (lambda: kernels.sparse_attention(q, k, v, ids[:, :1], 16), "ids must have shape"),
         (lambda: kernels.sparse_attention(q[:, :, :3], k, v, ids, 16), "3 query heads on 2"),
         (lambda: kernels.sparse_attention(q.double(), k.double(), v.double(), ids, 16), "float64"),
@@ -612,8 +622,59 @@ def test_kernel_guards_name_the_argument():
 def test_tiles_of_a_small_card(monkeypatch):
     """Cards with 100 KB of shared memory get tiles of their own; the results must not depend on the tiles."""
     monkeypatch.setattr(kernels, "SHARED_MEMORY", 100_000)
-    assert kernels._tiles("attend", HALF) != (64, 4, 2) and kernels.supported(torch.float32, 128, 128, 128) is not None
+    assert kernels._tiles("kl", HALF, 128, 128)[0] < 128 and kernels.supported(torch.float32, 128, 128, 128) is not None
     assert everything((1, 40, 70, 4, 2, 16, 16, 16, 3, [65]), HALF) < 1e-2
+
+
+# ---- the same at real sizes, on a GPU only ----
+
+
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="a GPU's sizes")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ((1, 2048, 2048, 64, 4, 128, 128, 128, 4, None), torch.bfloat16),
+        ((2, 1100, 1200, 8, 4, 64, 64, 64, 8, [1200, 700]), torch.bfloat16),
+        ((2, 1100, 1200, 8, 4, 64, 64, 64, 8, [1200, 700]), torch.float16),
+        ((1, 577, 577, 12, 4, 64, 64, 64, 4, None), torch.float32),
+        ((2, 300, 900, 3, 1, 32, 16, 32, 5, [900, 450]), torch.bfloat16),
+        ((1, 333, 333, 2, 2, 128, 64, 48, 3, None), torch.bfloat16),
+    ],
+)
+def test_kernels_on_the_gpu(case, dtype):
+    """Real tiles, real tensor cores: the interpreter knows neither shared memory nor races nor the order of sums."""
+    assert everything(case, dtype) < (1e-4 if dtype == torch.float32 else 1e-2)
+
+
+@needs_gpu
+def test_offsets_beyond_two_billion_elements():
+    """q of 270,000 x 64 x 128 has 2.2e9 elements: a 32-bit offset would wrap around and read another query."""
+    T, H, Hkv, D, block = 270_000, 64, 4, 128, 128
+    q, k, v = (torch.randn(1, T, h, D, device=DEVICE, dtype=HALF) for h in (H, Hkv, Hkv))
+    local = torch.arange(T, device=DEVICE) // block
+    ids = torch.stack((local, torch.zeros_like(local)), -1).int().expand(1, Hkv, T, 2)
+    out, lse = kernels.sparse_attention(q, k, v, ids, block)
+    want = msa.sparse_attention(q[:, -16:], k, v, ids[:, :, -16:], block, backend="torch")
+    assert ratio("last out", out[:, -16:], want[0]) < 1e-2 and ratio("last lse", lse[..., -16:], want[1]) < 1e-2
+
+
+@needs_gpu
+def test_extra_memory_is_bounded():
+    """At most 4 GB beyond inputs, outputs and gradients: partial results of all of 64K queries would be 17 GB."""
+    T, H, Hkv, D, block = 65_536, 64, 4, 128, 128
+    q, k, v = (torch.randn(1, T, h, D, device=DEVICE, dtype=HALF).requires_grad_() for h in (H, Hkv, Hkv))
+    iq, ik = torch.randn(1, T, Hkv, D, device=DEVICE, dtype=HALF), torch.randn(1, T, D, device=DEVICE, dtype=HALF)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ids = kernels.select_blocks(iq, ik, block, 16)
+    out, _ = kernels.sparse_attention(q, k, v, ids, block)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    extra = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (ids, out, out, *grads))
+    print(f"extra memory {extra / 2**30:.2f} GB")
+    assert extra < 4 * 2**30
 
 # ------------------------------------------------------------------------------------------------------------------------
 # 3. Model and ViT
@@ -1534,7 +1595,7 @@ def test_training_never_shows_what_is_held_out(monkeypatch, tmp_path_factory):
     """A task that forgets to ask whether its pictures, their pair or their motion are kept for the test."""
     p = shared_pictures(monkeypatch, tmp_path_factory)
     shown, real = [], data.render
-    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: shown.append(frames) or real(pictures, rng, frames))
+    monkeypatch.setattr("pictures.render", lambda pictures, rng, frames: shown.append(frames) or real(pictures, rng, frames))
     rng = random.Random(0)
     examples = [data.training_example(p, rng) for _ in range(1500)]
     train = set(p.train)
@@ -1565,7 +1626,7 @@ def test_tiles_never_overlap_or_leave_the_canvas(monkeypatch, tmp_path_factory):
                 assert all(c <= e or g <= a or d <= f or h <= b for e, f, g, h in boxes[:n]), things
         return np.zeros((len(frames), 3, p.size, p.size), np.uint8)
 
-    monkeypatch.setattr(data, "render", check)
+    monkeypatch.setattr("pictures.render", check)
     rng = random.Random(0)
     for _ in range(3000):
         data.training_example(p, rng)
@@ -1575,7 +1636,7 @@ def test_tiles_never_overlap_or_leave_the_canvas(monkeypatch, tmp_path_factory):
 def test_motion_is_told_by_the_pixels(monkeypatch, tmp_path_factory, motion):
     """A label that does not match what moves on the canvas: the centre of what is drawn must go where the words say."""
     p, placed, real = shared_pictures(monkeypatch, tmp_path_factory), [], data.render
-    monkeypatch.setattr(data, "render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
+    monkeypatch.setattr("pictures.render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
     for k in range(8):
         i = [i for i, turns in enumerate(p.turns) if turns][k]
         frames = data.film(p, random.Random(k), [(i, motion)]).astype(int)
@@ -1878,6 +1939,500 @@ def test_own_folder_uses_what_it_can(tmp_path):
         with pytest.raises(ValueError, match=bad.name):
             data.load_folder(bad, PREP)
 
+
+HERE = Path(data.__file__).parent
+OWN_PREP = data.Prep(max_pixels=56 * 56)
+BROKEN_FOLDERS = int(os.environ.get("NANOM3_FUZZ", "50"))  # how many the fuzzer makes
+
+
+def colour_folder(folder, n=12, size=(64, 64)):
+    """n pictures of one colour each, beside their captions."""
+    folder.mkdir(parents=True)
+    for k in range(n):
+        Image.new("RGB", size, (20 * k, 255 - 20 * k, 7 * k)).save(folder / f"p{k}.png")
+        (folder / f"p{k}.txt").write_text(f"colour {k}")
+    return folder
+
+
+def table(folder, *rows):
+    (folder / "metadata.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+
+
+# ---- what is used, what is left out
+
+
+def test_used_one_of_three(tmp_path):
+    """A missing and an empty caption: silently trained on as an empty answer, or not counted."""
+    folder = colour_folder(tmp_path / "mine", 3)
+    (folder / "p0.txt").unlink()
+    (folder / "p1.txt").write_text(" \n")
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert own.captions == ["colour 2"] and "used 1 of 3" in report
+    assert "p0.png: no caption" in report and "p1.png: no caption" in report
+
+
+def test_paths_that_leave_the_folder(tmp_path):
+    """`file_name` that climbs out with .., by an absolute path, through a link to a file, to a folder or to a caption."""
+    outside = colour_folder(tmp_path / "outside", 2)
+    folder = colour_folder(tmp_path / "mine", 1)
+    table(folder, {"file_name": ".", "text": "the whole folder as one clip"})
+    with pytest.raises(ValueError, match="outside the folder"):
+        data.load_folder(folder, OWN_PREP)
+    (folder / "link.png").symlink_to(outside / "p0.png")
+    (folder / "dir").symlink_to(outside)
+    (folder / "frames").mkdir()
+    (folder / "frames" / "1.png").symlink_to(outside / "p0.png")
+    names = ["../outside/p0.png", str(outside / "p1.png"), "link.png", "dir", "dir/p0.png", "frames", "sub/../../outside/p0.png", ".", ""]
+    table(folder, {"file_name": "p0.png", "text": "good"}, *({"file_name": n, "text": "bad"} for n in names),
+          {"file_names": ["p0.png", "../outside/p1.png"], "text": "bad"})
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert own.captions == ["good"] and report.count("outside the folder") == 10 and "used 1 of 11" in report
+    (folder / "metadata.jsonl").unlink()
+    (folder / "p0.txt").unlink()
+    (folder / "p0.txt").symlink_to(outside / "p0.txt")
+    with pytest.raises(ValueError, match=r"p0\.txt: outside the folder"):
+        data.load_folder(folder, OWN_PREP)
+
+
+def test_files_that_broke_others_are_named_and_skipped(tmp_path):
+    """Half a JPEG, an empty file, HTML named .jpg, a decompression bomb, a pickle, PostScript, a pipe, HEIC: named, skipped, counted."""
+    folder = colour_folder(tmp_path / "mine", 2)
+    Image.effect_noise((300, 300), 90).convert("RGB").save(folder / "whole.jpg")
+    raw = (folder / "whole.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(raw[: len(raw) // 2])
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "page.jpg").write_text("<html>404</html>")
+    Image.new("1", (20_000, 20_000)).save(folder / "bomb.png")
+    torch.save({"a": 1}, folder / "pickle.png")
+    (folder / "program.jpg").write_text(f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({tmp_path}/ran) (w) file\n%%EOF\n")
+    (folder / "phone.heic").write_bytes(b"\0\0\0\x18ftypheic" + b"\0" * 40)
+    os.mkfifo(folder / "pipe.png")
+    for name in ("whole", "half", "empty", "page", "bomb", "pickle", "program", "phone", "pipe"):
+        (folder / f"{name}.txt").write_text("words")
+    start = time.time()
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert own.captions == ["colour 0", "colour 1", "words"] and "used 3 of 11" in report and time.time() - start < 20
+    for name in ("half.jpg", "empty.png", "page.jpg", "bomb.png", "pickle.png", "program.jpg", "phone.heic", "pipe.png"):
+        line = next(row for row in report.splitlines() if name in row)
+        assert line.startswith("  left out: ") and str(folder) not in line, line
+    assert "program.jpg: cannot be read as a picture (not one of PNG" in report and not (tmp_path / "ran").exists()
+
+
+def test_long_lists_of_names_end_in_a_count(tmp_path):
+    """A report of ten thousand lines; or names with line breaks and terminal codes printed as they are."""
+    folder = colour_folder(tmp_path / "mine", 1)
+    table(folder, {"file_name": "p0.png", "text": "x"}, *({"file_name": f"gone\n\x1b[31m{k}.png", "text": "x"} for k in range(25)))
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert len(own) == 1 and "used 1 of 26" in report and "left out: and 15 more" in report
+    assert report.count("gone??[31m") >= 10 and "\x1b" not in report and len(report.splitlines()) < 16
+
+
+def test_no_good_item_is_lost_to_its_surroundings(tmp_path):
+    """Byte order marks, CRLF, blank lines, U+2028 inside a caption, dots in a folder's name, hidden files: what is good stays in."""
+    folder = colour_folder(tmp_path / "mine", 3)
+    lines = ['{"file_name": "p0.png", "text": "a\u2028b"}', "", '{"file_name": "p1.png", "text": "é🔥中"}\r', "  "]
+    (folder / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n\xff\xfe bad\n")
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert own.captions == ["a\u2028b", "é🔥中"] and "used 2 of 3" in report and "metadata.jsonl line 5" in report
+    (folder / "metadata.jsonl").unlink()
+    (folder / "p0.txt").write_bytes(b"\xef\xbb\xbfmarked\r\n")
+    (folder / "p1.txt").write_bytes("sixteen bits".encode("utf-16"))
+    colour_folder(folder / "clip v1.2", 2)
+    (folder / "clip v1.2.txt").write_text("it moves")
+    (folder / "._p0.png").write_bytes(b"a telephone's leavings")
+    own, report = data.load_folder(folder, OWN_PREP)
+    assert own.captions == ["it moves", "marked", "colour 2"] and "p1.txt: not UTF-8" in report and "used 3 of 4" in report
+    assert [len(e.frames) for e in own] == [2, 1, 1] and [e.visuals[0][1] for e in own] == [True, False, False]
+
+
+def test_words_stay_words(tmp_path):
+    """A caption or question that holds the placeholder text becomes a placeholder; half characters break the tokenizer."""
+    folder, tok = colour_folder(tmp_path / "mine", 2), data.Tokenizer()
+    table(folder, {"file_name": "p0.png", "text": "<|image|><|sep|><|endoftext|>", "question": "<|clip|>?"},
+          '{"file_name": "p1.png", "text": "half \\ud83d"}')
+    own, _ = data.load_folder(folder, OWN_PREP, tok)
+    assert own.captions == ["<|image|><|sep|><|endoftext|>", "half ?"]
+    prompt, answer, _, _ = data.encode_example(tok, OWN_PREP, own[0])
+    assert prompt.count(tok.image) == 4 and prompt.count(tok.sep) == 1 and tok.clip not in prompt
+    assert tok.decode(answer) == "<|image|><|sep|><|endoftext|>" and answer.count(tok.eod) == 1 and tok.image not in answer
+    assert len(prompt) + len(answer) == own.lengths[0] and own.visual == [6, 6]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lengths_are_those_of_the_rows(tmp_path, tp):
+    """Lengths counted without decoding that differ from the row's: an example that then does not fit."""
+    folder, prep = colour_folder(tmp_path / "mine", 3, (100, 30)), data.Prep(max_pixels=9000, temporal_patch_size=tp)
+    Image.new("RGB", (30, 100)).save(folder / "p0.png")
+    table(folder, {"file_name": "p0.png", "text": "one"}, {"file_names": ["p1.png", "p2.png", "p1.png"], "text": "a clip of three"},
+          {"file_name": "p2.png", "text": "two", "question": "how many are there?"})
+    own, report = data.load_folder(folder, prep)
+    for e, n in zip(own, own.lengths, strict=True):
+        prompt, answer, _, _ = data.encode_example(data.Tokenizer(), prep, e)
+        assert len(prompt) + len(answer) == n
+    assert f"{max(own.lengths)} at most" in report
+    limit = sorted(own.lengths)[1]
+    fits, report = data.load_folder(folder, prep, context=limit)
+    assert len(fits) == 2 and f"takes {max(own.lengths)} tokens, a row has {limit}" in report
+    with pytest.raises(ValueError, match="a clip of three"):
+        data.Rows(data.Tokenizer(), prep, None, None, limit, own=own)
+
+
+def test_extreme_shapes_are_bounded_with_a_word(tmp_path):
+    """A panorama cropped, refused or squeezed in silence; a small picture refused or stretched."""
+    folder = colour_folder(tmp_path / "mine", 1, (1, 1))
+    for name, size in (("wide", (3000, 20)), ("small", (30, 10)), ("tall", (60, 110))):
+        Image.new("RGB", size).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(name)
+    own, report = data.load_folder(folder, data.Prep(max_pixels=112 * 112))
+    shapes = {e.answer: e.frames.shape[2:] for e in own}
+    assert shapes == {"colour 0": (28, 28), "wide": (28, 448), "small": (28, 84), "tall": (112, 56)}
+    assert "squeezed to fit: wide.png from 150 : 1 to 16 : 1" in report and report.count("squeezed") == 1
+
+
+@pytest.mark.parametrize("size", [(2000, 1500), (600, 450)])
+def test_large_jpegs_are_decoded_small_and_right(tmp_path, size):
+    """Decoding a JPEG at an eighth of its size to save time must not change what is seen, nor its shape, nor which way is up."""
+    ramp = np.linspace(0, 255, size[0])[None, :, None] * np.ones((size[1], 1, 3))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    im = Image.fromarray(ramp.astype(np.uint8))
+    im.save(tmp_path / "a.jpg", quality=95, exif=exif)
+    im.rotate(-90, expand=True).save(tmp_path / "a.png")
+    prep = data.Prep(max_pixels=112 * 112)
+    (small, _), (full, _) = (data.load_visual(tmp_path / n, prep) for n in ("a.jpg", "a.png"))
+    assert small.shape == full.shape and small.shape[2] > small.shape[3]
+    assert np.abs(small.astype(int) - full).mean() < 3
+    assert small[0, 0, 2].mean() < 20 and small[0, 0, -3].mean() > 230
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "I;16", "I", "F"])
+def test_every_mode_from_a_folder(tmp_path, mode):
+    """A mode that only the unit test of to_rgb meets: from a file in a folder, half black and half bright must stay so."""
+    (tmp_path / "mine").mkdir()
+    grey = np.zeros((60, 60), np.uint8)
+    grey[:, 30:] = 255
+    if mode == "I;16":
+        im = Image.fromarray(grey.astype(np.uint16) * 257)
+    elif mode == "I":
+        im = Image.fromarray(grey.astype(np.int32) * 257)
+    elif mode == "F":
+        im = Image.fromarray(grey.astype(np.float32) / 255)
+    else:
+        im = Image.fromarray(grey).convert("RGB")
+        im = im.convert("P").convert("PA") if mode == "PA" else im.convert(mode)
+    im.save(tmp_path / "mine" / ("a.png" if mode in ("1", "L", "LA", "P", "RGBA", "I;16") else "a.tif"))
+    (tmp_path / "mine" / "a.txt").write_text(mode)
+    seen = data.load_folder(tmp_path / "mine", OWN_PREP)[0][0].frames
+    assert seen[0, :, :, :24].max() < 30 and seen[0, :, :, 32:].min() > 225
+
+
+# ---- a seeded fuzzer
+
+
+def broken_folder(rng, folder):
+    """One good picture, captioned "good", among up to a dozen broken things. Returns True if there is a table."""
+    folder.mkdir()
+    frames = [Image.new("RGB", (40, 30), tuple(rng.randbytes(3))) for _ in range(3)]
+    frames[0].save(folder / "good.png")
+    (folder / "good.txt").write_text("good")
+    rows = []
+    for k in range(rng.randrange(1, 13)):
+        name = f"{k}{rng.choice(['', ' b', '.c', 'é', chr(10), '-' * 120])}{rng.choice(['.png', '.jpg', '.gif', '.webp', '.tif', '.bmp', '.ppm'])}"
+        form = rng.choice(["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "ICO", "EPS"])
+        kind, file = rng.randrange(9), folder / name
+        form = form if form in Image.SAVE else "PNG"
+        many = {"save_all": True, "append_images": frames[1:]} if form in ("GIF", "WEBP", "PNG", "TIFF") and rng.random() < 0.5 else {}
+        if kind <= 3:  # a real file with bytes changed, cut off or thrown in
+            frames[0].save(file, format=form, **many)
+            raw = bytearray(file.read_bytes())
+            for _ in range(rng.randrange(12)):
+                at = rng.randrange(min(len(raw), rng.choice([40, 200, 10**6])))
+                raw[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
+            file.write_bytes(raw[: rng.randrange(len(raw) + 1)] if kind == 0 else raw)
+        elif kind == 4:
+            file.write_bytes(rng.choice([b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"P6 99999 99999 255\n", b"<html>", rng.randbytes(300)]))
+        elif kind == 5:
+            file.symlink_to(rng.choice(["/dev/zero", file, "..", "/etc/passwd", "gone"]))
+        elif kind == 6:
+            file.mkdir()
+            for j in range(rng.randrange(4)):
+                (file / f"{j}.png").write_bytes(rng.randbytes(50))
+        elif kind == 7:
+            os.mkfifo(file)
+        note = folder / (f"{name}.txt" if kind == 6 else f"{file.stem}.txt")
+        note.write_bytes(rng.choice([b"words", b"", b"\xff\xfe", b"x" * 200_000, "é\u2028".encode(), b"<|image|>", b"\0"]))
+        rows.append({"file_name": name, "text": "words"})
+    if rng.random() < 0.5:
+        return False
+    odd = ["", "null", "[]", "{}", "[" * 50_000, '{"file_name": "good.png", "text": NaN}', '{"file_name": 5, "text": "x"}', "\x00", "{" * 99,
+           '{"file_names": [], "text": "x"}', '{"file_names": ["good.png", null], "text": "x"}', '{"file_name": "\\ud800.png", "text": "x"}',
+           '{"file_name": "a\\u0000b", "text": "x"}', '{"file_name": "' + "a" * 9000 + '", "text": "x"}', '{"file_name": "", "text": "x"}',
+           '{"file_name": "good.png", "text": ["x"]}', '{"file_name": "good.png", "text": "' + "y" * 50_000 + '"}',
+           '{"file_names": "good.png"}', '{"file_name": {"a": 1}, "text": "x"}', '{"file_name": ".", "text": "x"}', "9" * 9000,
+           json.dumps({"file_names": ["good.png"] * 2000, "text": "x"})]  # fmt: skip
+    lines = [json.dumps(r).encode() for r in rows] + [rng.choice(odd).encode() for _ in range(rng.randrange(6))] + [rng.randbytes(40)]
+    rng.shuffle(lines)
+    lines.insert(rng.randrange(len(lines) + 1), b'{"file_name": "good.png", "text": "good"}')
+    (folder / "metadata.jsonl").write_bytes(b"\n".join(lines))
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow comments on what is wrong with the files
+def test_fuzzed_folders(tmp_path):
+    """Broken files and tables of every kind: no exception, no hang, and the good picture beside them is always used."""
+    tables, used, slowest, tok = 0, 0, 0.0, data.Tokenizer()
+    for seed in range(BROKEN_FOLDERS):
+        rng = random.Random(seed)
+        folder = tmp_path / f"f{seed}"
+        tables += broken_folder(rng, folder)
+        start = time.time()
+        own, report = data.load_folder(folder, OWN_PREP, tok, 512)
+        slowest = max(slowest, time.time() - start)
+        assert "good" in own.captions, (seed, report)
+        assert all(len(line) < 800 and line.isprintable() for line in report.splitlines()), (seed, report)
+        assert own[own.captions.index("good")].frames.shape == (1, 3, 28, 28), seed
+        data.own_sheet(tmp_path / "sheet.png", own)
+        used += len(own)
+        for file in folder.iterdir():  # the loader itself, file by file: nothing but its own ValueError
+            try:
+                data.load_visual(file, OWN_PREP)
+            except ValueError as error:
+                assert "\n" not in str(error) and error.__cause__ is None, seed
+    print(f"{BROKEN_FOLDERS} folders, {tables} with a table: {used} items used, the slowest took {slowest:.2f} s")
+    assert 0 < tables < BROKEN_FOLDERS and used > BROKEN_FOLDERS and slowest < 10
+
+
+# ---- what training sees of it
+
+
+def test_held_out_share_is_by_content(tmp_path):
+    """A copy of a picture under another name on the other side of the split; a split that moves when a picture is added."""
+    folder = colour_folder(tmp_path / "mine", 1)
+    for k in range(200):
+        Image.new("RGB", (16, 16), (k, k // 2, 0)).save(folder / f"q{k}.bmp")
+    rows = [{"file_name": f"q{k}.bmp", "text": f"picture {k}"} for k in range(200)]
+    (folder / "copy.bmp").write_bytes((folder / "q7.bmp").read_bytes())
+    table(folder, *rows)
+    own, report = data.load_folder(folder, OWN_PREP)
+    held = {own.captions[i] for i in own.held}
+    assert 3 <= len(held) <= 20 and not set(own.train) & set(own.held) and len(own.train) + len(own.held) == 200
+    assert f"{len(own.held)} held out" in report
+    other = next(c for c in own.captions if c not in held)
+    (folder / "copy.bmp").write_bytes((folder / next(f"q{c.split()[1]}.bmp" for c in sorted(held))).read_bytes())
+    (folder / "copy2.bmp").write_bytes((folder / f"q{other.split()[1]}.bmp").read_bytes())
+    table(folder, {"file_name": "copy2.bmp", "text": "seen"}, *reversed(rows), {"file_name": "copy.bmp", "text": "held"})
+    more, _ = data.load_folder(folder, OWN_PREP)
+    assert {more.captions[i] for i in more.held} == held | {"held"} and more.content != own.content
+    for n, at_least in ((9, 0), (10, 1)):
+        table(folder, *[r for r in rows if r["text"] not in held][:n])
+        few, _ = data.load_folder(folder, OWN_PREP)
+        assert len(few.held) == at_least and len(few.train) == n - at_least
+    table(folder, *[rows[0]] * 12)  # twelve times the same: there would be nothing left to train on
+    assert len(data.load_folder(folder, OWN_PREP)[0].train) == 12
+
+
+def test_share_of_own_pictures(tmp_path, monkeypatch):
+    """A mix that is not the share asked for, shows what is held out, or changes rows that have no pictures of one's own."""
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path / "cache"))
+    p, tok = data.Pictures(56, 24), data.Tokenizer()
+    own, _ = data.load_folder(colour_folder(tmp_path / "mine", 30, (56, 56)), OWN_PREP, tok, 512)
+    held = {own.captions[i] for i in own.held}
+    assert held
+
+    def answers(rows):
+        out = []
+        for n in range(60):
+            tokens = rows.vision(n)[0].tolist()
+            while tok.sep in tokens:
+                tokens = tokens[tokens.index(tok.sep) + 1 :]
+                out.append(tok.decode(tokens[: tokens.index(tok.eod)]))
+        return out
+
+    for share in (0.2, 0.5, 1.0):
+        said = answers(data.Rows(tok, OWN_PREP, None, p, 300, own=own, own_share=share))
+        mine = [a for a in said if a.startswith("colour ")]
+        assert abs(len(mine) / len(said) - share) < 0.05 and not held & set(mine)
+    assert set(mine) == {own.captions[i] for i in own.train}
+    alone, again = (data.Rows(tok, OWN_PREP, None, None, 300, own=own) for _ in range(2))
+    assert all(a.startswith("colour ") for a in answers(alone))
+    assert all(torch.equal(x, y) for n in (5, 2) for x, y in zip(alone.vision(n), again.vision(n)))
+    for bad in (0.0, 1.5, -1.0):
+        with pytest.raises(ValueError, match="share"):
+            data.Rows(tok, OWN_PREP, None, p, 300, own=own, own_share=bad)
+
+
+def test_share_of_own_text(tmp_path, monkeypatch):
+    """A mixed run that reads some chunks twice in an epoch and others never, or another share than asked for."""
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path / "cache"))
+    tok, made = data.Tokenizer(), []
+    for word, n in (("mine", 900), ("theirs", 3000)):
+        (tmp_path / word).write_text("".join(f"{word}_{k}\n" for k in range(n)))
+        made.append(data.Corpus(tok, tmp_path / word))
+    mine, theirs = made
+    rows = data.Rows(tok, OWN_PREP, mine, None, 64, 5, beside=theirs, text_share=0.3)
+    kinds = ["mine" in tok.decode(rows.text(n)[0]) for n in range(100)]
+    assert sum(kinds) == 30 and all(2 <= sum(kinds[k : k + 10]) <= 4 for k in range(0, 100, 10))
+    alone = data.Rows(tok, OWN_PREP, mine, None, 64, 5)
+    places = [n for n in range(100) if kinds[n]]
+    assert all(torch.equal(rows.text(n)[0], alone.text(k)[0]) for k, n in reversed(list(enumerate(places))))
+    with pytest.raises(ValueError, match="too few"):
+        data.Rows(tok, OWN_PREP, mine, None, len(mine.train) + 1, beside=theirs)
+
+
+def test_a_picture_that_goes_away_in_training(tmp_path, capfd):
+    """A file deleted or replaced during a long run stops it; a folder that is gone makes it go round for ever."""
+    folder = colour_folder(tmp_path / "mine", 6, (56, 56))
+    own, _ = data.load_folder(folder, OWN_PREP)
+    rows = data.Rows(data.Tokenizer(), OWN_PREP, None, None, 60, own=own)
+    (folder / "p0.png").unlink()
+    Image.new("RGB", (28, 28)).save(folder / "p1.png")
+    seen = [rows.vision(n) for n in range(20)]
+    assert all(len(patches) for _, _, patches, _ in seen)
+    said = capfd.readouterr().err
+    assert "passed over" in said and "p0.png: cannot be read as a picture (there is no such file)" in said and "another size" in said
+    for file in folder.glob("*.png"):
+        file.unlink()
+    with pytest.raises(ValueError, match="still there"):
+        rows.vision(0)
+
+
+def test_a_large_folder_stays_on_the_disk(tmp_path):
+    """Decoded pictures or patches kept in memory, sent to the workers, or read again before they are wanted."""
+    import pickle
+    folder = colour_folder(tmp_path / "mine", 1, (112, 112))
+    Image.effect_noise((112, 112), 90).convert("RGB").save(folder / "p0.png")
+    table(folder, *({"file_name": "p0.png", "text": f"number {k}"} for k in range(400)))
+    own, _ = data.load_folder(folder, data.Prep())
+    rows = data.Rows(data.Tokenizer(), data.Prep(), None, None, 256, own=own)
+    whole = len(own) * 112 * 112 * 3
+    assert len(pickle.dumps(rows)) < 200_000 + 400 * len(own) < whole / 10
+    seen = [own[k].frames for k in range(2)]
+    assert not any(isinstance(v, (np.ndarray, torch.Tensor)) for v in vars(own).values()) and seen[0] is not seen[1]
+
+    class Some(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, n):
+            return rows.vision(n)
+
+    for n, row in enumerate(torch.utils.data.DataLoader(Some(), batch_size=None, num_workers=2)):
+        assert all(torch.equal(a, b) for a, b in zip(row, rows.vision(n), strict=True))
+
+
+# ---- what a person sees of it
+
+
+@pytest.mark.parametrize("tp, frames", [(1, 1), (1, 5), (2, 4)])
+def test_patches_go_back_to_pixels(tp, frames):
+    """A contact sheet of something else than the model sees: patches put together in another order, or pixels scaled."""
+    prep = data.Prep(temporal_patch_size=tp, max_pixels=10**6, frames_per_segment=3)
+    clip = np.random.default_rng(0).integers(0, 256, (frames, 3, 56, 84), dtype=np.uint8)
+    assert (data.from_patches(*data.to_patches(clip, prep), prep) == clip).all()
+
+
+def test_the_sheet_shows_the_pixels(tmp_path):
+    """A sheet that draws the files, not what became of them; words outside Latin-1 or without spaces that stop the drawing."""
+    folder = colour_folder(tmp_path / "mine", 2, (56, 56))
+    Image.effect_noise((90, 50), 90).convert("RGB").save(folder / "p0.png")
+    (folder / "p0.txt").write_text("中文" + "x" * 3000)
+    own, _ = data.load_folder(folder, OWN_PREP)
+    assert "2 of them drawn" in data.own_sheet(tmp_path / "own.png", own)
+    sheet = np.asarray(Image.open(tmp_path / "own.png").convert("RGB"))
+    want = own[0].frames[0].transpose(1, 2, 0)
+    assert want.shape == (28, 84, 3) or want.shape == (28, 56, 3)
+    assert (sheet[8 : 8 + want.shape[0], 8 : 8 + want.shape[1]] == want).all()
+
+
+def run_own(script, *flags, check=True, cache):
+    env = {**os.environ, "NANOM3_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, *map(str, flags)], cwd=HERE, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_check_says_it_without_training(tmp_path):
+    """`data.py --check` that needs a model, stays silent about what is left out, or ends in a traceback."""
+    folder = colour_folder(tmp_path / "mine", 3)
+    (folder / "page.jpg").write_text("<html>")
+    (folder / "page.txt").write_text("a page")
+    done = run_own("data.py", "--check", folder, "--show", tmp_path / "s.png", cache=tmp_path)
+    assert "used 3 of 4" in done.stdout and "left out: page.jpg" in done.stdout and "tokens a picture" in done.stdout
+    assert (tmp_path / "s.png").exists() and "3 of them drawn" in done.stdout
+    done = run_own("data.py", "--check", tmp_path / "none", check=False, cache=tmp_path)
+    assert done.returncode != 0 and "none" in done.stderr
+
+
+def test_from_a_folder_to_a_caption(tmp_path, monkeypatch, capsys):
+    """The README's commands; own pictures alone and mixed; a resume that forgets the folder or does not say that it has changed."""
+    import sample
+    import train
+    folder = colour_folder(tmp_path / "photos", 12, (80, 60))
+    (tmp_path / "words.txt").write_text("".join(f"line number {k}\n" for k in range(2000)))
+    out = tmp_path / "out"
+    fast = ["--preset", "tiny", "--max_steps", "2", "--eval_interval", "1", "--eval_items", "2", "--eval_rows", "2", "--corpus_bytes", "100000",
+            "--batch_size", "1", "--vision_rows", "2", "--pictures", "16", "--workers", "0", "--device", "cpu"]  # fmt: skip
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path))
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)  # the first run is a command, the others are called here: faster
+    done = run_own("train.py", "--images", folder, "--text", tmp_path / "words.txt", "--mix", "1", *fast, "--out_dir", out, cache=tmp_path)
+    assert "used 12 of 12" in done.stdout and (out / "own_pictures.png").exists() and "OpenMoji" not in done.stdout
+    evals = [r["eval"] for r in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "eval" in r]
+    assert "own" in evals[-1] and "scene" not in evals[-1]
+    state = torch.load(out / "ckpt.pt", weights_only=True)
+    assert state["settings"]["images"] == str(folder) and state["settings"]["mix"] == 1.0 and len(state["own"]) == 12
+    sample.main(["--ckpt", str(out), "--image", str(folder / "p3.png"), "--max_tokens", "4", "--device", "cpu"])
+    assert "[8 prompt tokens" in capsys.readouterr().err
+    (folder / "p0.png").write_bytes(b"")
+    train.main(["--resume", "--out_dir", str(out), "--max_steps", "3", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "used 11 of 12" in said and "not those this run began with" in said and "100% of what is seen" in said
+    mixed = tmp_path / "mixed"
+    train.main(["--images", str(folder), *fast, "--max_steps", "1", "--out_dir", str(mixed)])
+    said = capsys.readouterr().out
+    assert "50% of what is seen" in said and "OpenMoji" in said
+    evals = [r["eval"] for r in map(json.loads, (mixed / "log.jsonl").read_text().splitlines()) if "eval" in r]
+    assert {"own", "scene"} <= evals[-1].keys()
+
+
+def test_demonstrations_of_pictures(tmp_path, monkeypatch, capsys):
+    """`python pictures.py` or `python data.py` broken, its one equality no longer true, or the default sheet without its attribution."""
+    import pictures
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path))
+    pictures.demonstrate()
+    assert "seed the same picture: True" in capsys.readouterr().out
+    data.demonstrate()
+    assert "put together again are the clip: True" in capsys.readouterr().out
+    notes = []
+    monkeypatch.setattr(data, "draw_sheet", lambda file, items, note: notes.append(note) or pictures.draw_sheet(file, items, note))
+    assert data.default_sheet(tmp_path / "s.png", data.Pictures(56, 64), OWN_PREP) == 36 and "OpenMoji, CC BY-SA 4.0" in notes[0]
+
+
+def test_resume_takes_no_new_folder():
+    """A run begun without --images, --text or --mix that is resumed with one: other data in silence."""
+    import train
+    saved = train.settle(train.parse(["--device", "cpu", "--dtype", "fp32", "--images", "a", "--mix", "0.3"]))
+    for flags in (["--text", "b"], ["--images", "b"], ["--mix", "0.5"]):
+        with pytest.raises(ValueError, match=flags[0]):
+            train.settle(train.parse(["--resume", *flags]), saved)
+    assert train.settle(train.parse(["--resume", "--images", "a", "--mix", "0.3"]), saved)["images"] == "a"
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--mix", "0.5"], "--mix"), (["--mix", "0", "--images", "x"], "--mix"), (["--mix", "1.5", "--text", "x"], "--mix"),
+    (["--images", "no/such/folder"], "no/such/folder"), (["--images", "x", "--text_only"], "--images"),
+])  # fmt: skip
+def test_mix_and_images_refuse_in_one_sentence(flags, said, capsys):
+    """A share without anything of one's own, or of nothing, or pictures for a run that sees none: taken in silence."""
+    import train
+    args = train.parse([*flags, "--device", "cpu", "--preset", "tiny"])
+    if said == "no/such/folder":
+        with pytest.raises(ValueError, match=said):
+            data.load_folder(train.settle(args)["images"], OWN_PREP)
+    else:
+        with pytest.raises(ValueError, match=said):
+            train.settle(args)
+
 # ------------------------------------------------------------------------------------------------------------------------
 # 5. Training, end to end
 
@@ -1909,7 +2464,7 @@ def test_training_writes_what_it_promises(trained):
     steps, evals = [r for r in rows if "eval" not in r], [r for r in rows if "eval" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6] and len(evals) == 2
     assert {"step", "loss", "lm_loss", "index_kl", "grad_norm", "lr", "tokens_per_s", "block_recall", "score_recall"} <= steps[0].keys()
-    assert {"bits_per_byte", "caption_loss", "scene", "clip", "question", "unseen_clip"} <= evals[-1]["eval"].keys()
+    assert {"bits_per_byte", "caption_loss", "picture", "scene", "clip", "question", "unseen_clip"} <= evals[-1]["eval"].keys()
     assert 7.5 < steps[0]["text_loss"] < 9.5 and all(r["index_kl"] > 0 for r in steps)
     assert (trained / "ckpt.pt").exists() and (trained / "curve.png").stat().st_size > 5000 and not list(trained.glob("*.tmp"))
 
@@ -1935,7 +2490,7 @@ def test_settings_that_must_not_change_training(trained, tmp_path):
     run("train.py", *FAST, "--eval_interval", "2", "--out_dir", str(often))
     assert losses(often) == losses(trained)
     micro = tmp_path / "micro"
-    run("train.py", *FAST, "--micro_batch_size", "1", "--out_dir", str(micro))
+    run("train.py", *FAST, "--micro_batch_tokens", "64", "--out_dir", str(micro))
     for (_, a, _), (_, b, _) in zip(losses(micro), losses(trained)):
         assert abs(a - b) < 2e-3 * abs(b)
 
@@ -1950,8 +2505,8 @@ def test_recipes_share_text_and_pictures():
         assert sum(n for _, n in plan) == 5 * 97 and all(n == 0 for t, (_, n) in enumerate(plan) if t < round(start * 97))
         assert [a for a, _ in plan[1:]] == list(itertools.accumulate(n for _, n in plan))[:-1]
         lr = [train.learning_rate(t, s) for t in range(97)]
-        assert max(lr) == 1.0 and 0 < lr[-1] < 0.1
-        assert (min(lr[60:75]) < 0.1) == (recipe == "cpt")
+        assert max(lr) == 1.0 and 0 < lr[-1] < 0.2
+        assert (min(lr[60:75]) < 0.2) == (recipe == "cpt")
     assert train.vision_plan(5, {"recipe": "text_only", "vision_rows": 5}) == (0, 0)
 
 
@@ -1998,6 +2553,7 @@ def test_signal_saves_and_says_how_to_go_on(tmp_path):
         (["--max_steps", "0"], "--max_steps"),
         (["--native", "--vision_start", "0.5"], "--vision_start"),
         (["--init_from", "no.pt"], "no.pt"),
+        (["--tasks", "naming=1"], "naming"),
         (["--device", "cuda"], "CUDA"),
     ],
 )

@@ -29,9 +29,9 @@ RECIPES = ("native", "midtrain", "cpt", "text_only")
 
 # One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
 PRESETS = {
-    "tiny": {  # two CPU cores, under six minutes: still pictures only, or there would not be time to learn to see
+    "tiny": {  # two CPU cores, under six minutes: names of single pictures only, there is no time to learn more
         "context": 256, "batch_size": 6, "vision_context": 80, "vision_rows": 28, "max_steps": 400, "lr": 1.2e-3, "eval_interval": 200, "corpus_bytes": 12_000_000,
-        "pictures": 32, "canvas": 56, "tasks": "single=0.8,scene=0.2", "eval_items": 200, "eval_rows": 64,
+        "pictures": 32, "canvas": 56, "tasks": "single=1", "eval_items": 200, "eval_rows": 64,
     },
     "base": {  # one GPU, at most eight minutes on an H200
         "context": 2048, "batch_size": 16, "vision_context": 256, "vision_rows": 256, "micro_batch_tokens": 32768, "max_steps": 1000, "lr": 6e-4, "eval_interval": 500,
@@ -83,7 +83,7 @@ def parse(argv=None):
     p.add_argument("--canvas", type=int, help="side of the composed scenes in pixels, a multiple of 28")
     p.add_argument("--text", metavar="PATH", help="a file or folder of UTF-8 text instead of this machine's Python source")
     p.add_argument("--images", metavar="DIR", help="your own pictures with captions (see data.py, and python data.py --check DIR)")
-    p.add_argument("--mix", type=float, metavar="FRACTION", help="share of your own in what is read (--text, default 1.0) and seen (--images, default 0.5); 1: only your own")
+    p.add_argument("--mix", type=float, metavar="FRACTION", help="share of what is read that is --text (default 1) and of what is seen that is --images (default 0.5)")
     p.add_argument("--corpus_bytes", type=int, help="use only this much text (0: all)")
     p.add_argument("--eval_items", type=int, help="held-out items of each picture task")
     p.add_argument("--eval_rows", type=int, help="validation rows of text, at most")
@@ -104,8 +104,8 @@ def settle(args, saved=None):
     given = {k: v for k, v in vars(args).items() if v is not None}
     if saved is not None:
         for k, v in given.items():
-            if k in saved and v != saved[k] and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir", "init_from"):
-                raise ValueError(f"--resume goes on with the run's own --{k} {saved[k]}, not {v}: leave the flag out")
+            if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir", "init_from"):
+                raise ValueError(f"--resume goes on with the run's own --{k} {saved.get(k)}, not {v}: leave the flag out")
         if given.get("max_steps", saved["max_steps"]) != saved["max_steps"]:
             print(f"max_steps {saved['max_steps']} -> {given['max_steps']}: the rest of the learning rate schedule is stretched to it")
         return {**saved, **given}
