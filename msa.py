@@ -220,6 +220,11 @@ def _blank_tail(x, lens):
     return torch.where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
 
+def _blank_head(x, pos):
+    """Zero the queries [B,T,H,D] that stand at a negative position: they too may hold anything."""
+    return torch.where((pos >= 0)[..., None, None], x, 0.0)
+
+
 @_fp32
 def attention_weights(q, k, ids, block_size, lens=None, scale=None):
     """The softmax over each query's support: p [B,Hkv,G,T,S] fp32, lse [B,H,T] fp32, some [B,Hkv or 1,T] bool.
@@ -232,9 +237,10 @@ def attention_weights(q, k, ids, block_size, lens=None, scale=None):
     if H % Hkv:
         raise ValueError(f"{H} query heads cannot be shared evenly by {Hkv} KV heads")
     scale = D**-0.5 if scale is None else scale
-    ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).unsqueeze(2)  # [B,Hkv or 1,1,T,S]
+    pos = query_positions(B, T, S, lens, q.device)
+    ok = support(ids, block_size, S, pos).unsqueeze(2)  # [B,Hkv or 1,1,T,S]
     some = ok.any(-1, keepdim=True)
-    logits = _logits(q, _blank_tail(k, lens), scale).masked_fill_(~(ok | ~some), float("-inf"))  # [B,Hkv,G,T,S]
+    logits = _logits(_blank_head(q, pos), _blank_tail(k, lens), scale).masked_fill_(~(ok | ~some), float("-inf"))  # [B,Hkv,G,T,S]
     lse = logits.detach().logsumexp(-1).masked_fill(~some.squeeze(-1), float("-inf")).flatten(1, 2)  # [B,H,T]
     return logits.softmax(-1), lse, some.squeeze(-1).squeeze(2)
 
@@ -311,7 +317,9 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=
     fast = _kernels(backend, q, D=D, Di=Di, block_size=block_size, topk=topk, H=H, Hkv=k.shape[2])
     if fast is not None:
         return fast.index_kl(q.detach(), k.detach(), lse.detach(), iq, ik, ids, block_size, lens, scale)
-    ok = support(ids, block_size, S, query_positions(B, T, S, lens, q.device)).expand(B, k.shape[2], T, S)
+    pos = query_positions(B, T, S, lens, q.device)
+    q, iq = _blank_head(q, pos), _blank_head(iq, pos)
+    ok = support(ids, block_size, S, pos).expand(B, k.shape[2], T, S)
     some = ok.any(-1, keepdim=True)  # [B,Hkv,T,1]
     hidden = ~(ok | ~some)
     with torch.no_grad():

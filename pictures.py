@@ -612,6 +612,8 @@ def parse_mix(text: str) -> dict:
         mix = {k.strip(): float(v) for k, v in (part.split("=") for part in text.split(","))} if text else MIX
     except ValueError:
         raise ValueError(f"the mix of tasks is NAME=WEIGHT,..., not {text!r}") from None
+    if not all(0 <= w < math.inf for w in mix.values()) or not sum(mix.values()) > 0:
+        raise ValueError(f"the weights of tasks must be finite, not negative and not all zero: {text!r}")
     if unknown := mix.keys() - TASKS.keys():
         raise ValueError(f"there is no task {min(unknown)!r}: only {', '.join(TASKS)}")
     return mix

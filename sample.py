@@ -10,6 +10,7 @@
 
 import argparse
 import codecs
+import math
 import sys
 import textwrap
 import time
@@ -62,8 +63,8 @@ def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperatur
 
     if not tokens:
         raise ValueError("the prompt is empty")
-    if temperature < 0 or top_k < 0 or max_tokens < 1 or num_samples < 1:
-        raise ValueError(f"temperature {temperature} and top_k {top_k} must not be negative, max_tokens {max_tokens} and samples {num_samples} at least 1")
+    if not 0 <= temperature < math.inf or top_k < 0 or max_tokens < 1 or num_samples < 1:
+        raise ValueError(f"temperature {temperature} and top_k {top_k} must be finite and not negative, max_tokens {max_tokens} and samples {num_samples} at least 1")
     capacity = capacity or len(tokens) + max_tokens
     if len(tokens) >= capacity:
         raise ValueError(f"the prompt has {len(tokens)} tokens and the context holds {capacity}: nothing can be added")
@@ -123,13 +124,18 @@ def load(path=None, device=None):
 
     path = newest() if path is None else Path(path)
     state = read_checkpoint(path)
-    tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
-    model = m3.M3(m3.M3Config.from_dict(state["config"]))
-    model.load_state_dict(state["model"])
+    try:
+        tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
+        model = m3.M3(m3.M3Config.from_dict(state["config"]))
+        model.load_state_dict(state["model"])
+        settings = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
+        settings |= {k: state["settings"].get(k) for k in ("images", "mix")}
+    except (KeyError, TypeError, RuntimeError) as e:
+        raise ValueError(f"{path} does not fit this version of nanoM3 ({type(e).__name__}: {str(e).splitlines()[0]})") from e
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    settings = state["settings"] | {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
+    settings |= {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
     return model.to(device).eval(), tok, prep, settings
 
 
@@ -180,9 +186,17 @@ def showcase(model, tok, prep, settings, out):
     if settings["recipe"] == "text_only":
         print("This model was trained on text only: no pictures to show.")
         return
-    pictures = data.Pictures(settings["canvas"], settings["pictures"] or None)
-    kinds = [kind for kind, task in data.HELDOUT.items() if task in data.parse_mix(settings["tasks"])]
-    items = [e for kind in kinds for e in data.heldout(kind, 3 if len(kinds) > 3 else 12 // len(kinds), pictures)]
+    if settings.get("mix") == 1 and settings.get("images"):  # trained on the user's own pictures alone
+        own, _ = data.load_folder(settings["images"], prep, tok, settings["vision_context"])
+        lots = [[own[i] for i in own.held[:12]]]
+    else:
+        pictures = data.Pictures(settings["canvas"], settings["pictures"] or None)
+        kinds = [kind for kind, task in data.HELDOUT.items() if task in data.parse_mix(settings["tasks"])]
+        lots = [lot for kind in kinds if (lot := data.heldout(kind, 12, pictures))]
+    items = [e for lot in lots for e in lot[: max(3, 12 // len(lots))]]
+    if not items:
+        print("No pictures were held out of this run: nothing to show.")
+        return
     columns = 3 if any(is_clip for e in items for _, is_clip in e.visuals) else 6
     rows = -(-len(items) // columns)
     fig, axes = plt.subplots(rows, columns, figsize=(12, (2.6 if columns > 3 else 2.2) * rows), dpi=100, squeeze=False)
@@ -259,8 +273,13 @@ def main(argv=None):
     args = parse(argv)
     import data
 
-    if args.temperature < 0 or args.top_k < 0 or args.max_tokens < 1 or args.num_samples < 1:
-        raise ValueError("--temperature and --top_k must not be negative, --max_tokens and --num_samples at least 1")
+    if not 0 <= args.temperature < math.inf or args.top_k < 0 or args.max_tokens < 1 or args.num_samples < 1:
+        raise ValueError("--temperature and --top_k must be finite and not negative, --max_tokens and --num_samples at least 1")
+    if not 0 <= args.seed < 2**63 or (args.max_context is not None and args.max_context < 1):
+        raise ValueError("--seed must not be negative and --max_context at least 1")
+    for name, path in (("--attention_map", args.attention_map), ("--out", args.out)):
+        if path and (not Path(path).parent.is_dir() or Path(path).suffix.lower() != ".png"):
+            raise ValueError(f"{name} {path}: must be a .png in a folder that exists")
     if args.attention_map and not (args.image or args.clip):
         raise ValueError("--attention_map needs an --image or a --clip to look at")
     model, tok, prep, settings = load(args.ckpt, args.device)
@@ -271,7 +290,7 @@ def main(argv=None):
     clips = [data.load_visual(f, prep) for f in args.image] + [(data.load_visual(f, prep)[0], True) for f in args.clip]
     visuals, patches, grids = see(clips, prep, next(model.parameters()).device)
     ids = data.build_prompt(tok, prep, visuals, args.prompt or "")
-    capacity = args.max_context or max(settings["context"], 1)
+    capacity = args.max_context or settings["context"]
     if len(ids) >= capacity:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
     streams = [Stream(tok) for _ in range(args.num_samples)]
@@ -304,7 +323,9 @@ def main(argv=None):
     if args.attention_map and not new:
         print("the model ended its answer at once: no word to draw an attention map of", file=sys.stderr)
     elif args.attention_map:
-        attention_map(model, tok, prep, ids, patches, grids, clips, new, args.attention_map)
+        if len(new) > 40:
+            print("the attention map shows the first 40 tokens", file=sys.stderr)
+        attention_map(model, tok, prep, ids, patches, grids, clips, new[:40], args.attention_map)
     return 0
 
 

@@ -8,12 +8,15 @@ Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the rele
 5 training end to end; 6 sampling. A test's docstring names the mistake it guards against.
 """
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,12 +33,12 @@ from PIL import Image
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it must stand before anything imports kernels
 
-import data  # noqa: E402
-import model as m3  # noqa: E402
-import msa  # noqa: E402
-import vit3d  # noqa: E402
-from model import M3, Cache, M3Config  # noqa: E402
-from vit3d import ViT, ViTConfig, patchify  # noqa: E402
+import data
+import model as m3
+import msa
+import vit3d
+from model import M3, Cache, M3Config
+from vit3d import ViT, ViTConfig, patchify
 
 try:
     import kernels
@@ -189,6 +192,7 @@ def test_queries_before_the_start_see_nothing():
     """A row shorter than T: ids -1, output 0, lse -inf, nothing in the loss, gradient 0 and not NaN."""
     q, k, v, iq, ik = inputs(1, 6, 8, 2, 1, 16, 16)
     lens = torch.tensor([4], dtype=torch.int32)  # queries stand at -2 .. 3
+    q[:, :2], iq[:, :2] = float("nan"), float("nan")  # and may hold anything
     q.requires_grad_(), iq.requires_grad_()
     ids = msa.select_blocks(iq, ik, 4, 2, lens)
     out, lse = msa.sparse_attention(q, k, v, ids, 4, lens)
@@ -198,7 +202,7 @@ def test_queries_before_the_start_see_nothing():
     same = msa.index_kl(q[:, 2:], k, lse[:, :, 2:], iq[:, 2:], ik, ids[:, :, 2:], 4, short)
     assert torch.allclose(kl, same)
     (out.sum() + kl).backward()
-    assert q.grad.isfinite().all() and (iq.grad[:, :2] == 0).all()
+    assert q.grad.isfinite().all() and (iq.grad[:, :2] == 0).all() and iq.grad.isfinite().all()
 
 
 def test_bad_ids_are_harmless():
@@ -333,7 +337,7 @@ def test_comparison_selections():
 def test_recall_of_perfect_and_worst_selection():
     """The recall must tell a good selection from a bad one, or its curve means nothing."""
     torch.manual_seed(7)
-    q, k, v, _, _ = inputs(1, 64, 64, 4, 2, 16, 16)
+    q, k, _v, _, _ = inputs(1, 64, 64, 4, 2, 16, 16)
     p = msa.attention_weights(q, k, None, 1)[0].mean(2).unflatten(-1, (16, 4)).sum(-1)  # [B,Hkv,T,nb]
     pos = torch.arange(64)[None]
     best, worst = msa.pick_blocks(p, pos, 4, 4), msa.pick_blocks(-p, pos, 4, 4)
@@ -343,7 +347,7 @@ def test_recall_of_perfect_and_worst_selection():
 
 def test_msa_says_what_is_wrong():
     """Bad arguments get one sentence that names them."""
-    q, k, v, iq, ik = inputs(1, 8, 4, 4, 2, 16, 16)
+    _q, _k, _v, iq, ik = inputs(1, 8, 4, 4, 2, 16, 16)
     with pytest.raises(ValueError, match="8 positions but the keys only 4"):
         msa.select_blocks(iq, ik, 4, 2)
     with pytest.raises(ValueError, match="lens must be"):
@@ -371,7 +375,7 @@ def test_rope_leaves_the_other_dims():
 def test_imports_without_triton():
     """`import model, msa, sample` must work where Triton does not exist (macOS, Windows)."""
     code = "import sys; sys.modules['triton'] = None\nimport model, msa, vit3d, data, sample\nprint('fine')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=False)
     assert done.stdout == "fine\n", done.stderr
 
 # ------------------------------------------------------------------------------------------------------------------------
@@ -1940,7 +1944,6 @@ def test_own_folder_uses_what_it_can(tmp_path):
             data.load_folder(bad, PREP)
 
 
-HERE = Path(data.__file__).parent
 OWN_PREP = data.Prep(max_pixels=56 * 56)
 BROKEN_FOLDERS = int(os.environ.get("NANOM3_FUZZ", "50"))  # how many the fuzzer makes
 
@@ -2437,14 +2440,31 @@ def test_mix_and_images_refuse_in_one_sentence(flags, said, capsys):
 # 5. Training, end to end
 
 FAST = ["--preset", "tiny", "--max_steps", "6", "--eval_interval", "3", "--eval_items", "4", "--eval_rows", "2", "--pictures", "24", "--corpus_bytes", "400000",
-        "--batch_size", "2", "--vision_rows", "2", "--index_warmup_steps", "2", "--workers", "0", "--device", "cpu"]  # fmt: skip
+        "--batch_size", "2", "--vision_rows", "2", "--index_warmup_steps", "2", "--workers", "0",
+        "--device", "cpu", "--tasks", "", "--vision_context", "200"]  # fmt: skip
 
 
 def run(script, *flags, check=True, **kw):
-    done = subprocess.run([sys.executable, script, *flags], cwd=HERE, capture_output=True, text=True, timeout=240, **kw)
+    done = subprocess.run([sys.executable, script, *flags], cwd=HERE, capture_output=True, text=True, timeout=240, check=False, **kw)
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def call(script, *flags):
+    """What `python script flags` would do, in this process: (exit code, everything printed). Saves the seconds of importing torch anew."""
+    said, handlers = io.StringIO(), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = __import__(script.removesuffix(".py")).main(list(flags))
+        except (ValueError, OSError) as e:  # the script's last lines turn these into one sentence
+            code = 1
+            print(e)
+        except SystemExit as e:
+            code = e.code
+    for n, handler in handlers.items():
+        signal.signal(n, handler)
+    return code, said.getvalue()
 
 
 def losses(out):
@@ -2516,7 +2536,7 @@ def test_training_learns(trained):
     import sample
     import train
 
-    model, tok, prep, s = sample.load(trained, "cpu")
+    model, tok, prep, _s = sample.load(trained, "cpu")
     rows = data.Rows(tok, prep, data.Corpus(tok, max_bytes=400_000), data.Pictures(56, 24), 256, 1)
     batches = [train.stack([rows.text(0)]), train.stack([rows.vision(0)])]
     model.train()
@@ -2554,6 +2574,12 @@ def test_signal_saves_and_says_how_to_go_on(tmp_path):
         (["--native", "--vision_start", "0.5"], "--vision_start"),
         (["--init_from", "no.pt"], "no.pt"),
         (["--tasks", "naming=1"], "naming"),
+        (["--tasks", "single=nan"], "finite"),
+        (["--cpt", "--max_steps", "1"], "--vision_start"),
+        (["--seed", "-1"], "--seed"),
+        (["--eval_rows", "0"], "--eval_rows"),
+        (["--vision_rows", "-1"], "--vision_rows"),
+        (["--resume", "--overwrite"], "exclude each other"),
         (["--device", "cuda"], "CUDA"),
     ],
 )
@@ -2561,18 +2587,46 @@ def test_train_refuses_in_one_sentence(flags, said, tmp_path):
     """One clear sentence that names the thing, a non-zero exit, no traceback, nothing written."""
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    done = run("train.py", *(flags if "--out_dir" in flags else [*flags, "--out_dir", str(tmp_path / "x")]), check=False)
-    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    code, printed = call("train.py", *(flags if "--out_dir" in flags else [*flags, "--out_dir", str(tmp_path / "x")]))
+    assert code and said in printed and "Traceback" not in printed, printed
     assert not (tmp_path / "x").exists()
 
 
 def test_used_out_dir_is_not_overwritten(trained):
     """A second run into the same folder needs --resume or --overwrite."""
     before = (trained / "ckpt.pt").read_bytes()
-    done = run("train.py", *FAST, "--out_dir", str(trained), check=False)
-    assert done.returncode != 0 and "--overwrite" in done.stderr and (trained / "ckpt.pt").read_bytes() == before
-    done = run("train.py", "--resume", "--lr", "5", "--out_dir", str(trained), check=False)
-    assert done.returncode != 0 and "--lr" in done.stderr and (trained / "ckpt.pt").read_bytes() == before
+    for flags, said in ((FAST, "--overwrite"), (["--resume", "--lr", "5"], "--lr")):
+        done = run("train.py", *flags, "--out_dir", str(trained), check=False)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+        assert (trained / "ckpt.pt").read_bytes() == before
+
+
+def test_resume_with_random_attention_is_exact(tmp_path):
+    """The data loader once drew a seed from the global generator, so that a resumed run drew other random blocks."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    flags = [*FAST, "--attention", "random", "--pictures", "16", "--max_steps", "2"]
+    assert call("train.py", *flags, "--out_dir", str(a))[0] == 0
+    assert call("train.py", *flags, "--out_dir", str(b), "--max_minutes", "0.00001")[0] == 0  # stops at the first step
+    code, said = call("train.py", "--resume", "--out_dir", str(b), "--workers", "0", "--device", "cpu")
+    assert code == 0, said
+    a, b = (torch.load(d / "ckpt.pt", weights_only=True)["model"] for d in (a, b))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_resume_makes_up_for_a_lost_evaluation(trained, tmp_path):
+    """A crash in the last evaluation once lost it for good; a resume with other values was not validated; --overwrite lost the old run."""
+    out = tmp_path / "out"
+    shutil.copytree(trained, out)
+    lines = (out / "log.jsonl").read_text().splitlines()
+    (out / "log.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    for flags, said in ((["--max_steps", "3"], "already"), (["--eval_interval", "0"], "--eval_interval"), (["--init_from", "x.pt"], "--init_from")):
+        code, printed = call("train.py", "--resume", "--out_dir", str(out), *flags)
+        assert code == 1 and said in printed, printed
+    assert call("train.py", "--resume", "--out_dir", str(out), "--workers", "0", "--device", "cpu")[0] == 0
+    again, before = json.loads((out / "log.jsonl").read_text().splitlines()[-1]), json.loads(lines[-1])
+    assert again["step"] == 6 and again["eval"] == before["eval"]
+    assert call("train.py", *FAST, "--max_steps", "1", "--index_warmup_steps", "0", "--out_dir", str(out), "--overwrite")[0] == 0
+    assert torch.load(out / "old_ckpt.pt", weights_only=True)["step"] == 6
 
 
 def test_help_is_quick():
@@ -2619,7 +2673,7 @@ def test_greedy_equals_teacher_forcing(trained_model):
     import sample
     import train
 
-    model, tok, prep, s = trained_model
+    model, tok, prep, _s = trained_model
     for e in data.heldout("question", 3, data.Pictures(56, 24)):
         batch = next(train.caption_batches([e], tok, prep, 1))
         logits = model(batch["tokens"], patches=data.normalize(batch["patches"], prep), grids=batch["grids"]).logits[0]
@@ -2676,11 +2730,16 @@ def test_sample_command(trained, tmp_path):
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     ckpt = str(trained)
     assert "x = 1" in run("sample.py", "--ckpt", ckpt, "--prompt", "x = 1", "--max_tokens", "5").stdout
-    run("sample.py", "--ckpt", ckpt, "--image", str(png), "--clip", str(tmp_path / "a.gif"), "--max_tokens", "5", "--attention_map", str(tmp_path / "map.png"))
-    assert (tmp_path / "map.png").exists() or "no word" in run("sample.py", "--ckpt", ckpt, "--image", str(png), "--attention_map", str(tmp_path / "m")).stderr
-    assert "sample 2" in run("sample.py", "--ckpt", ckpt, "--prompt", "é🔥中", "--num_samples", "2", "--max_tokens", "3", "--temperature", "1").stdout
+    look = ["--image", str(png), "--clip", str(tmp_path / "a.gif"), "--max_tokens", "5", "--attention_map", str(tmp_path / "map.png")]
+    code, said = call("sample.py", "--ckpt", ckpt, *look)
+    assert code == 0 and ((tmp_path / "map.png").exists() or "no word" in said)
+    code, said = call("sample.py", "--ckpt", ckpt, "--prompt", "é🔥中", "--num_samples", "2", "--max_tokens", "3", "--temperature", "1")
+    assert code == 0 and "sample 2" in said
     data = (trained / "ckpt.pt").read_bytes()
     half.write_bytes(data[: len(data) // 2])
+    state = torch.load(trained / "ckpt.pt", weights_only=True)
+    state["prep"]["colour"] = 1  # plain data, but not ours
+    torch.save(state, odd := tmp_path / "odd.pt")
     (tmp_path / "fake.jpg").write_text("<html>not a picture</html>")
     for flags, said in (
         (["--ckpt", str(half), "--prompt", "x"], "half.pt"),
@@ -2689,10 +2748,13 @@ def test_sample_command(trained, tmp_path):
         (["--ckpt", ckpt, "--image", str(tmp_path / "fake.jpg")], "fake.jpg"),
         (["--ckpt", ckpt, "--prompt", "word " * 400], "context"),
         (["--ckpt", ckpt, "--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["--ckpt", ckpt, "--prompt", "x", "--temperature", "nan"], "--temperature"),
+        (["--ckpt", ckpt, "--image", str(png), "--attention_map", "no/such/map.png"], "--attention_map"),
+        (["--ckpt", str(odd), "--prompt", "x"], "does not fit"),
         (["--ckpt", ckpt, "--unknown"], "unrecognized"),
     ):
-        done = run("sample.py", *flags, check=False)
-        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr)
+        code, printed = call("sample.py", *flags)
+        assert code and said in printed and "Traceback" not in printed, (flags, printed)
 
 
 if __name__ == "__main__":

@@ -99,33 +99,54 @@ FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device",
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
 
-def settle(args, saved=None):
-    """Fill in every flag that was not given: from the checkpoint when resuming, else from the preset. Returns a plain dict."""
-    given = {k: v for k, v in vars(args).items() if v is not None}
+# The least that a number may be.
+LEAST = {
+    "max_steps": 1, "batch_size": 1, "context": 1, "vision_context": 1, "eval_interval": 1, "micro_batch_tokens": 1, "eval_rows": 1, "canvas": 1,
+    "frames_per_segment": 1, "max_pixels": 1, "vision_rows": 0, "eval_items": 0, "keep": 0, "pictures": 0, "corpus_bytes": 0, "workers": 0, "seed": 0,
+    "index_warmup_steps": 0, "weight_decay": 0.0, "index_kl_coef": 0.0, "lr": 0.0, "max_minutes": 0.0,
+}  # fmt: skip
+
+
+def flag(k, v):
+    """How a setting is given on the command line."""
+    if k == "recipe":
+        return f"--{v}"
+    return f"--{'' if v else 'no-'}{k}" if isinstance(v, bool) else f"--{k} {v}"
+
+
+def settle(args, saved=None, saved_step=0):
+    """Fill in every flag that was not given: from the checkpoint when resuming, else from the preset. Returns a plain dict.
+
+    ValueError names a flag whose value cannot be used, or that a resumed run may not change.
+    """
+    s = given = {k: v for k, v in vars(args).items() if v is not None}
     if saved is not None:
         for k, v in given.items():
-            if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir", "init_from"):
-                raise ValueError(f"--resume goes on with the run's own --{k} {saved.get(k)}, not {v}: leave the flag out")
-        if given.get("max_steps", saved["max_steps"]) != saved["max_steps"]:
-            print(f"max_steps {saved['max_steps']} -> {given['max_steps']}: the rest of the learning rate schedule is stretched to it")
-        return {**saved, **given}
-    cuda = given.get("device") == "cuda"
-    preset = given.get("preset") or ("base" if cuda else "tiny")
-    s = {**DEFAULTS, **PRESETS[preset], "preset": preset, **given}
-    s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
-    s.setdefault("index_warmup_steps", s["max_steps"] // 10)
-    s.setdefault("max_pixels", s["canvas"] ** 2)
-    for k in ("max_steps", "batch_size", "context", "vision_context", "eval_interval"):
-        if s[k] < 1:
-            raise ValueError(f"--{k} must be at least 1, not {s[k]}")
-    if not 0 <= s["vision_start"] < 1:
-        raise ValueError(f"--vision_start must be a fraction in [0, 1), not {s['vision_start']}")
+            if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir"):
+                has = flag(k, saved[k]) if k in saved else f"without --{k}"
+                raise ValueError(f"--resume goes on with the run as it was ({has}), not with {flag(k, v)}: leave the flag out")
+        s = {**saved, "max_minutes": None, **given}  # a limit on minutes holds for one start
+        if s["max_steps"] != saved["max_steps"]:
+            print(f"max_steps {saved['max_steps']} -> {s['max_steps']}: the rest of the schedule is stretched to it")
+        if s["max_steps"] < saved_step:
+            raise ValueError(f"--max_steps {s['max_steps']}: the run is at step {saved_step} already")
+    else:
+        preset = given.get("preset") or ("base" if given.get("device") == "cuda" else "tiny")
+        s = {**DEFAULTS, **PRESETS[preset], "preset": preset, **given}
+        s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
+        s.setdefault("index_warmup_steps", s["max_steps"] // 10)
+        s.setdefault("max_pixels", s["canvas"] ** 2)
+    for k, least in LEAST.items():
+        if s.get(k) is not None and not least <= s[k] < (math.inf if isinstance(least, float) else 2**63):  # NaN fails too
+            raise ValueError(f"--{k} must be at least {least}, not {s[k]}")
+    if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["max_steps"]) >= s["max_steps"]:
+        raise ValueError(f"--vision_start {s['vision_start']} must be in [0, 1) and leave at least one of {s['max_steps']} steps with pictures")
+    if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
+        raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
     if s.get("mix") is not None and not (0 < s["mix"] <= 1 and ("images" in s or "text" in s)):
         raise ValueError(f"--mix {s['mix']:g} must be above 0 and at most 1, and belongs to --images or --text")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
         raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
-    if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
-        raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
     return s
 
 
@@ -391,6 +412,7 @@ def build(s, tok, prep):
 def main(argv=None):
     args = parse(argv)
     import torch
+    from tqdm import tqdm
 
     import data
     from sample import read_checkpoint
@@ -404,9 +426,13 @@ def main(argv=None):
         raise ValueError(f"--resume: there is no {ckpt_path}")
     if used and not (args.resume or args.overwrite):
         raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
-    device, name = choose(args)
+    if args.resume and args.init_from:
+        raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
     state = read_checkpoint(ckpt_path) if args.resume else None
-    s = settle(args, state and state["settings"])
+    if state is not None and args.dtype is None:
+        args.dtype = state["settings"]["dtype"]
+    device, name = choose(args)
+    s = settle(args, state and state["settings"], state["step"] if state else 0)
     init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
     began = time.monotonic()
     torch.manual_seed(s["seed"])
@@ -477,11 +503,24 @@ def main(argv=None):
     )
 
     out.mkdir(parents=True, exist_ok=True)
+    log_path = out / "log.jsonl"
+    lock = open(out / ".lock", "w")  # noqa: SIM115  held as long as the process lives
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
+    if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
+        for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
+            if old.exists():
+                old.replace(old.with_name(f"old_{old.name}"))
     if own is not None:
         print(data.own_sheet(out / "own_pictures.png", own))
-    log_path = out / "log.jsonl"
     log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
-    log_path.write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint belong to steps that are done again
+    log_path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint: those steps are done again
+    log_path.with_suffix(".tmp").replace(log_path)
 
     def note(row):
         log.append(row)
@@ -505,16 +544,26 @@ def main(argv=None):
             for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
                 old.unlink()
 
+    def measure():
+        result = evaluate(model, s, windows, tok, prep, device, autocast, examples)
+        if step == s["max_steps"]:
+            raw = tok.decode_bytes(windows[1].flatten().tolist())
+            result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+        note({"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60})
+        draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
+        tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+
+    due = step == s["max_steps"] or step % s["eval_interval"] == 0
+    if step and due and not any("eval" in r and r["step"] == step for r in log):
+        measure()  # the checkpoint was written, then its evaluation was cut short
     stop = []
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
     workers = s.get("workers", min(8, max(0, (os.cpu_count() or 1) - 2)))
     loader = torch.utils.data.DataLoader(
         Steps(rows, seen, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
-        pin_memory=device == "cuda", multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
+        pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
-    from tqdm import tqdm
-
     saved_at, bad, rec, clock, since = step, 0, None, time.monotonic(), 0
     bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0)
     for micro in bar:
@@ -573,14 +622,7 @@ def main(argv=None):
                 bar.close()
                 print(f"{stop[0]}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
                 return 0
-            result = evaluate(model, s, windows, tok, prep, device, autocast, examples)
-            if last:
-                raw = tok.decode_bytes(windows[1].flatten().tolist())
-                result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-            record = {"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60}
-            note(record)
-            draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
-            bar.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+            measure()
             clock = time.monotonic()
             if late and not last:
                 bar.close()
@@ -603,6 +645,7 @@ def quiet(_):
 def load_weights(model, weights):
     """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
     have = model.state_dict()
+    weights = {k: v for k, v in weights.items() if k in have or "index_" not in k}  # and the other way round: it is left behind
     wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape]
     missing = [k for k in have if k not in weights and "index_" not in k]
     if wrong or missing:
