@@ -461,8 +461,8 @@ def main(argv=None):
         if own is not None and own.held:
             examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
     rows = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
-    # Pictures come in shorter rows: rows are packed without a document mask, and in a long one the few visual tokens of the picture at
-    # hand are a drop in the ocean. Learning to look at them then takes many times longer.
+    # Pictures come in shorter rows: rows are packed without a document mask, and in a long one attention is spread thin over pictures that
+    # are not asked about.
     seen = None
     if pictures or own:
         seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
