@@ -2395,7 +2395,7 @@ def test_from_a_folder_to_a_caption(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "50% of what is seen" in said and "OpenMoji" in said
     evals = [r["eval"] for r in map(json.loads, (mixed / "log.jsonl").read_text().splitlines()) if "eval" in r]
-    assert {"own", "scene"} <= evals[-1].keys()
+    assert {"own", "picture"} <= evals[-1].keys()
 
 
 def test_demonstrations_of_pictures(tmp_path, monkeypatch, capsys):
