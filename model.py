@@ -22,6 +22,8 @@ from_hf is little more than a copy. `python test_all.py -k oracle` compares smal
     visual tokens      M3.embed                    logits                              one list for both placeholder ids here
     cache              Cache                       greedy tokens                       preallocated; there grown by concatenation
     index KL, balance  msa.index_kl, M3.balance    nothing                             training only: not in the released code
+
+Text agrees with transformers 5.17 and later. For vision we follow 5.23 and later: older versions rotate and mask it differently.
 """
 
 from dataclasses import asdict, dataclass, field, fields
