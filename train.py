@@ -657,4 +657,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (ValueError, OSError) as e:
-        sys.exit(f"train.py: {str(e).strip().splitlines()[-1]}")  # an error of a data worker brings its whole traceback as text: the last line says it
+        sys.exit(f"train.py: {(str(e).strip() or repr(e)).splitlines()[-1]}")  # an error of a data worker brings its whole traceback as text: the last line says it
