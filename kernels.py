@@ -40,6 +40,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E): the hardware only has exp2
 LN2 = tl.constexpr(0.6931471805599453)
@@ -47,6 +48,7 @@ LOW = tl.constexpr(-1.0e30)  # instead of -inf where a difference of two of them
 BIG = tl.constexpr(3.4028234663852886e38)  # the largest float32
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 BUDGET = 2**31  # bytes of temporary results at a time: two such buffers and some lists stay under 4 GB, whatever T is
 MAX_SEGMENT = 4096  # block scores that one program ranks in registers
@@ -176,6 +178,17 @@ def _pow2(n, least=1):
 # times faster than torch.topk (2.22 ms for 65,536 rows).
 
 
+@triton.jit
+def _store_best(s, row, j, live, NB, BM: tl.constexpr, NPB: tl.constexpr, BSP: tl.constexpr):
+    """Products s [BM,NPB*BSP] of the NPB blocks from number j * NPB on -> their maxima, into the rows [BM] of scores."""
+    if NPB == 1:
+        tl.store(row + j, tl.max(s, 1), mask=live)
+    else:
+        block = j * NPB + tl.arange(0, NPB)
+        best = tl.max(tl.reshape(s, (BM, NPB, BSP)), 2)  # [BM,NPB]
+        tl.store(row[:, None] + block[None, :], best, mask=live[:, None] & (block < NB)[None, :])
+
+
 @triton.jit(do_not_specialize=["t0", "Tc", "T", "S", "NB"])
 def score_kernel(iq, ik, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr,
                  NPB: tl.constexpr, BM: tl.constexpr):  # fmt: skip
@@ -196,24 +209,25 @@ def score_kernel(iq, ik, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: 
     q = tl.load(iq + ((b * T + t0 + r)[:, None] * Hkv + bh % Hkv) * Di + d[None, :], mask=live[:, None], other=0.0)  # [BM,Di]
     first = start + tile * BM
     last = start + tl.minimum(tile * BM + BM, Tc) - 1
-    whole = tl.maximum(first + 1, 0) // BS // NPB  # steps in which every query sees every key: no mask
+    whole = tl.maximum(first + 1, 0) // (BS * NPB)  # steps in which every query sees every key: no mask
     steps = tl.where(last < 0, 0, last // (BS * NPB) + 1)
-    offset = (c // BSP) * BS + c % BSP  # [NPB*BSP] the key of each column, from the step's first key
-    row = bh.to(tl.int64) * Tc + r
-    for j in range(steps):
-        n = j * (NPB * BS) + offset
-        kk = tl.load(ik + (b * S + n)[:, None] * Di + d[None, :], mask=(n <= last)[:, None], other=0.0)  # [NPB*BSP,Di]
+    real = c % BSP < BS
+    n = (c // BSP) * BS + c % BSP  # [NPB*BSP] the key of each column
+    keys = ik + b * S * Di + (n * Di)[:, None] + d[None, :]
+    row = scores + (bh.to(tl.int64) * Tc + r) * NB
+    for j in range(whole):
+        at = keys + j * (NPB * BS * Di)
+        kk = tl.load(at) if BSP == BS else tl.load(at, mask=real[:, None], other=0.0)  # [NPB*BSP,Di]
         s = tl.dot(q, tl.trans(kk), input_precision="ieee")  # [BM,NPB*BSP]
-        if j >= whole:
-            s = tl.where(n[None, :] <= pos[:, None], s, float("-inf"))
         if BSP > BS:
-            s = tl.where((c % BSP < BS)[None, :], s, float("-inf"))
-        if NPB == 1:
-            tl.store(scores + row * NB + j, tl.max(s, 1), mask=live)
-        else:
-            col = j * NPB + tl.arange(0, NPB)
-            best = tl.max(tl.reshape(s, (BM, NPB, BSP)), 2)  # [BM,NPB]
-            tl.store(scores + row[:, None] * NB + col[None, :], best, mask=live[:, None] & (col < NB)[None, :])
+            s = tl.where(real[None, :], s, float("-inf"))
+        _store_best(s, row, j, live, NB, BM, NPB, BSP)
+    for j in range(whole, steps):
+        at = j * (NPB * BS) + n
+        kk = tl.load(keys + j * (NPB * BS * Di), mask=(real & (at <= last))[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(kk), input_precision="ieee")
+        s = tl.where(real[None, :] & (at[None, :] <= pos[:, None]), s, float("-inf"))
+        _store_best(s, row, j, live, NB, BM, NPB, BSP)
 
 
 @triton.jit(do_not_specialize=["t0", "Tc", "T", "Tout", "tout", "NB", "width"])
@@ -357,6 +371,20 @@ def _find(x, bg0, t0, Tp, Hkv: tl.constexpr):
     return bg // Hkv, bg % Hkv, t0 + x % Tp
 
 
+@triton.jit
+def _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv: tl.constexpr, K: tl.constexpr, BS: tl.constexpr, QC: tl.constexpr):
+    """What a program must know of its list, whose first entry is e0: row, group, block, the row's length, how many queries of the
+    piece are those of groups before, how many entries there are, and whether one of them does not see the whole block."""
+    b, h, first = _find(e0 // K, bg0, t0, Tp, Hkv)
+    block = tl.load(ids + ((b * Hkv + h).to(tl.int64) * T + first) * K + e0 % K)
+    length = tl.load(lens + b)
+    skip = (e0 // K) // Tp * Tp
+    listed = tl.load(mine + tl.arange(0, QC))
+    many = tl.sum((listed >= 0).to(tl.int32), 0)
+    lowest = length - T + t0 + tl.min(tl.where(listed >= 0, listed // K - skip, T), 0)  # the first query's position
+    return b, h, block, length, skip, many, block * BS + BS - 1 > lowest
+
+
 @triton.jit(do_not_specialize=["bg0", "t0", "Tp", "T", "NX", "NB", "TC", "NCT"])
 def rank_kernel(ids, lens, counts, rank, bg0, t0, Tp, T, NX, NB, TC, NCT, Hkv: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                 BS: tl.constexpr, QC: tl.constexpr, R: tl.constexpr):  # fmt: skip
@@ -395,13 +423,17 @@ def place_kernel(ids, counts, ends, rank, entries, bg0, t0, Tp, T, NE, NB, TC, N
     tl.store(entries + start + n, e, mask=ok)
 
 
-def _pieces(BG, T, bytes_a_query):
-    """Cut BG * T queries so that a piece's temporary results fit the budget: (bg0, nbg, t0, Tp), whole groups if possible."""
+def _pieces(BG, T, bytes_a_query, row):
+    """Cut BG * T queries so that a piece's temporary results fit the budget: (bg0, nbg, t0, Tp), whole groups if possible.
+
+    row: numbers between one query and the next in memory. Within a group's piece offsets are 32 bits.
+    """
     most = max(128, BUDGET // bytes_a_query)
-    if most >= T:
+    longest = min(most, 2**31 // row - 1)
+    if longest >= T:
         n = most // T
         return [(bg0, min(n, BG - bg0), 0, T) for bg0 in range(0, BG, n)]
-    return [(bg, 1, t0, min(most, T - t0)) for bg in range(BG) for t0 in range(0, T, most)]
+    return [(bg, 1, t0, min(longest, T - t0)) for bg in range(BG) for t0 in range(0, T, longest)]
 
 
 def _chunk(T, NB, K, bytes_a_query, entries_a_list):
@@ -449,45 +481,49 @@ def _invert(ids, lens, piece, Hkv, NB, block_size, TC, QC):
 
 @triton.jit(do_not_specialize=["bg0", "t0", "Tp", "T", "S"])
 def attend_kernel(q, k, v, ids, lens, entries, partial, plse, bg0, t0, Tp, T, S, scale, Hkv: tl.constexpr, G: tl.constexpr,
-                  GP: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr, QC: tl.constexpr,
-                  QT: tl.constexpr):  # fmt: skip
-    """One program: up to QC entries of one block -> partial [NE,G,D] and plse [NE,G] (log2). G heads are padded to GP rows."""
+                  GP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr,
+                  QC: tl.constexpr, QT: tl.constexpr):  # fmt: skip
+    """One program: up to QC entries of one block -> partial [NE,G,D] and plse [NE,G] (log2). G heads are padded to GP rows.
+
+    HALF: dims of Q fetched at a time, all or half of them.
+    """
     mine = entries + tl.program_id(0) * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return
-    skip = (e0 // K) // Tp * Tp  # queries of the piece before this group's
-    b, h, first = _find(e0 // K, bg0, t0, Tp, Hkv)
-    block = tl.load(ids + ((b * Hkv + h).to(tl.int64) * T + first) * K + e0 % K)
-    listed = tl.load(mine + tl.arange(0, QC))
-    many = tl.sum((listed >= 0).to(tl.int32), 0)
-    length = tl.load(lens + b)
-    lowest = length - T + tl.min(tl.where(listed >= 0, t0 + listed // K - skip, T), 0)
-    edge = (BSP > BS) | (block * BS + BS - 1 > lowest)  # only queries that stand in the block must not see all of it
+    b, h, block, length, skip, many, edge = _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv, K, BS, QC)
     r = tl.arange(0, QT * GP)
     g = r % GP
     d = tl.arange(0, D)
+    dh = tl.arange(0, HALF)
     c = tl.arange(0, BSP)
     n = tl.where(c < BS, block * BS + c, INT_MAX)  # INT_MAX: no query stands after it
-    at = (b.to(tl.int64) * S + n) * Hkv + h
-    kk = tl.load(k + at[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,D]
-    vv = tl.load(v + at[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)
+    there = (n < length)[:, None]
+    at = ((b.to(tl.int64) * S + n) * Hkv + h)[:, None] * D
+    k0 = tl.load(k + at + dh[None, :], mask=there, other=0.0)  # [BSP,HALF]
+    if HALF < D:
+        k1 = tl.load(k + at + (dh + HALF)[None, :], mask=there, other=0.0)
+    vv = tl.load(v + at + d[None, :], mask=there, other=0.0)  # [BSP,D]
+    queries = q + ((b.to(tl.int64) * T + t0) * Hkv + h) * (G * D)  # the first of the piece
+    e = tl.load(mine + r // GP)  # [M]
     for i in range(0, many, QT):
-        e = tl.load(mine + i + r // GP, mask=i + r // GP < many, other=-1)  # [M]
         ok = (e >= 0) & (g < G)
-        t = t0 + e // K - skip
-        row = (b.to(tl.int64) * T + t) * (Hkv * G) + h * G + g
-        qq = tl.load(q + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)  # [M,D]
-        s = tl.dot(qq, tl.trans(kk), input_precision="ieee")  # [M,BSP]
-        if edge:
-            s = tl.where(n[None, :] <= (length - T + t)[:, None], s, LOW)
+        x = e // K - skip
+        qq = queries + (x * (Hkv * G * D) + g * D)[:, None] + dh[None, :]
+        s = tl.dot(tl.load(qq, mask=ok[:, None], other=0.0), tl.trans(k0), input_precision="ieee")  # [M,BSP]
+        if HALF < D:
+            s = tl.dot(tl.load(qq + HALF, mask=ok[:, None], other=0.0), tl.trans(k1), s, input_precision="ieee")
+        if edge | (BSP > BS):
+            s = tl.where(n[None, :] <= (length - T + t0 + x)[:, None], s, LOW)
         m = tl.max(s, 1) * (scale * LOG2E)
         p = tl.exp2(s * (scale * LOG2E) - m[:, None])
         total = tl.sum(p, 1)
         o = tl.dot(p.to(vv.dtype), vv, input_precision="ieee") * (1.0 / total)[:, None]  # [M,D]
-        put = e.to(tl.int64) * G + g
-        tl.store(partial + put[:, None] * D + d[None, :], o.to(partial.dtype.element_ty), mask=ok[:, None])
+        put = e * G + g
+        tl.store(partial + (put * D)[:, None] + d[None, :], o.to(partial.dtype.element_ty), mask=ok[:, None])
         tl.store(plse + put, m + tl.log2(total), mask=ok)
+        ahead = i + QT + r // GP
+        e = tl.load(mine + ahead, mask=ahead < QC, other=-1)
 
 
 @triton.jit(do_not_specialize=["bg0", "t0", "Tp", "T", "NX"])
@@ -535,7 +571,7 @@ def _sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: to
     M, QC, warps, stages = _tiles("attend", q.dtype, D, block_size)
     out = torch.empty_like(q)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    pieces = _pieces(B * Hkv, T, K * G * D * q.element_size())
+    pieces = _pieces(B * Hkv, T, K * G * D * q.element_size(), H * D)
     most = max((nbg * Tp for _, nbg, _, Tp in pieces), default=0) * K * G
     partial = torch.empty(most, D, dtype=q.dtype, device=q.device)
     plse = torch.empty(most, dtype=torch.float32, device=q.device)
@@ -544,8 +580,8 @@ def _sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: to
     for piece in pieces:
         bg0, nbg, t0, Tp = piece
         entries, rank, programs = _invert(ids, lens, piece, Hkv, NB, block_size, TC, QC)
-        attend_kernel[(programs,)](q, k, v, ids, lens, entries, partial, plse, bg0, t0, Tp, T, S, scale, Hkv, G, GP, D, K,
-                                   block_size, BSP, QC, max(1, M // GP), num_warps=warps, num_stages=stages)  # fmt: skip
+        attend_kernel[(programs,)](q, k, v, ids, lens, entries, partial, plse, bg0, t0, Tp, T, S, scale, Hkv, G, GP, D,
+                                   min(D, 64), K, block_size, BSP, QC, max(1, M // GP), num_warps=warps, num_stages=stages)  # fmt: skip
         combine_kernel[(triton.cdiv(nbg * Tp, R),)](partial, plse, rank, out, lse, bg0, t0, Tp, T, nbg * Tp, Hkv, G, GP, D, K, R)
     return out, lse
 
@@ -594,39 +630,40 @@ def attend_backward_kernel(q, k, v, do, lse2, delta, ids, lens, entries, dq, dk,
     e0 = tl.load(mine)
     if e0 < 0:
         return
-    skip = (e0 // K) // Tp * Tp  # queries of the piece before this group's
-    b, h, first = _find(e0 // K, bg0, t0, Tp, Hkv)
-    block = tl.load(ids + ((b * Hkv + h).to(tl.int64) * T + first) * K + e0 % K)
-    many = tl.sum((tl.load(mine + tl.arange(0, QC)) >= 0).to(tl.int32), 0)
-    length = tl.load(lens + b)
+    b, h, block, length, skip, many, edge = _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv, K, BS, QC)
     r = tl.arange(0, QT * GP)
     g = r % GP
     d = tl.arange(0, D)
     c = tl.arange(0, BSP)
     n = tl.where(c < BS, block * BS + c, INT_MAX)
-    at = (b.to(tl.int64) * S + n) * Hkv + h
-    kk = tl.load(k + at[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,D]
-    vv = tl.load(v + at[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)
+    at = ((b.to(tl.int64) * S + n) * Hkv + h)[:, None] * D + d[None, :]
+    kk = tl.load(k + at, mask=(n < length)[:, None], other=0.0)  # [BSP,D]
+    vv = tl.load(v + at, mask=(n < length)[:, None], other=0.0)
     gk = tl.zeros([BSP, D], tl.float32)
     gv = tl.zeros([BSP, D], tl.float32)
+    row0 = ((b.to(tl.int64) * T + t0) * Hkv + h) * G  # of the piece's first query, its first head
+    e = tl.load(mine + r // GP)  # [M]
     for i in range(0, many, QT):
-        e = tl.load(mine + i + r // GP, mask=i + r // GP < many, other=-1)  # [M]
         ok = (e >= 0) & (g < G)
-        t = t0 + e // K - skip
-        row = (b.to(tl.int64) * T + t) * (Hkv * G) + h * G + g
-        qq = tl.load(q + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)  # [M,D]
-        gg = tl.load(do + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
-        ll = tl.load(lse2 + row, mask=ok, other=0.0)
-        dd = tl.load(delta + row, mask=ok, other=0.0)
+        x = e // K - skip
+        row = x * (Hkv * G) + g
+        qq = tl.load(q + row0 * D + (row * D)[:, None] + d[None, :], mask=ok[:, None], other=0.0)  # [M,D]
+        gg = tl.load(do + row0 * D + (row * D)[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+        ll = tl.load(lse2 + row0 + row, mask=ok, other=0.0)
+        dd = tl.load(delta + row0 + row, mask=ok, other=0.0)
         s = tl.dot(kk, tl.trans(qq), input_precision="ieee") * (scale * LOG2E)  # [BSP,M]
-        p = tl.where((n[:, None] <= (length - T + t)[None, :]) & ok[None, :], tl.exp2(s - ll[None, :]), 0.0)
+        if edge | (BSP > BS):
+            s = tl.where(n[:, None] <= (length - T + t0 + x)[None, :], s, LOW)
+        p = tl.exp2(s - ll[None, :])  # 1 in the columns without an entry: their q and do are 0, and so is all that p reaches
         gv = tl.dot(p.to(gg.dtype), gg, gv, input_precision="ieee")
         dp = tl.dot(vv, tl.trans(gg), input_precision="ieee")
         ds = (p * (dp - dd[None, :])).to(qq.dtype)
         gk = tl.dot(ds, qq, gk, input_precision="ieee")
         gq = tl.dot(tl.trans(ds), kk, input_precision="ieee")  # [M,D]
-        put = e.to(tl.int64) * G + g
-        tl.store(dq + put[:, None] * D + d[None, :], gq.to(dq.dtype.element_ty), mask=ok[:, None])
+        put = (e * G + g) * D
+        tl.store(dq + put[:, None] + d[None, :], gq.to(dq.dtype.element_ty), mask=ok[:, None])
+        ahead = i + QT + r // GP
+        e = tl.load(mine + ahead, mask=ahead < QC, other=-1)
     to = ((b * Hkv + h - dbg).to(tl.int64) * S + n)[:, None] * D + d[None, :]
     tl.atomic_add(dk + to, gk * scale, mask=(n < length)[:, None], sem="relaxed")
     tl.atomic_add(dv + to, gv, mask=(n < length)[:, None], sem="relaxed")
@@ -670,7 +707,7 @@ def _sparse_attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Ten
     BG = B * Hkv
     nbg = max(1, min(BG, BUDGET // 4 // max(1, 2 * 4 * S * D)))  # groups whose dK and dV stand in fp32 at a time
     size = K * G * D * q.element_size()
-    pieces = [[(bg0 + p[0], *p[1:]) for p in _pieces(min(nbg, BG - bg0), T, size)] for bg0 in range(0, BG, nbg)]
+    pieces = [[(bg0 + p[0], *p[1:]) for p in _pieces(min(nbg, BG - bg0), T, size, H * D)] for bg0 in range(0, BG, nbg)]
     most = max((p[1] * p[3] for run in pieces for p in run), default=0) * K * G
     partial = torch.empty(most, D, dtype=q.dtype, device=q.device)
     TC = _chunk(T, NB, K, 2 * G * D * q.element_size(), QC)
@@ -748,37 +785,32 @@ def sparse_attention(q, k, v, ids, block_size, lens=None, scale=None):
 
 
 @triton.jit
-def _student(iq, b, t, h, ok, T, Hkv: tl.constexpr, Di: tl.constexpr):
-    d = tl.arange(0, Di)
-    return tl.load(iq + (((b.to(tl.int64) * T + t) * Hkv + h) * Di)[:, None] + d[None, :], mask=ok[:, None], other=0.0)  # [QT,Di]
+def _rows(first, x, ok, stride: tl.constexpr, N: tl.constexpr):
+    """Rows x [QT] of N numbers, `stride` apart, from `first` on -> [QT,N]; zeros where not ok."""
+    return tl.load(first + (x * stride)[:, None] + tl.arange(0, N)[None, :], mask=ok[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["bg0", "t0", "Tp", "T", "S"])
-def student_kernel(iq, ik, ids, lens, entries, zlse, bg0, t0, Tp, T, S, zscale, Hkv: tl.constexpr, Di: tl.constexpr,
+def student_kernel(iq, ik, ids, lens, entries, each, bg0, t0, Tp, T, S, zscale, Hkv: tl.constexpr, Di: tl.constexpr,
                    K: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr, QC: tl.constexpr, QT: tl.constexpr):  # fmt: skip
-    """zlse [NE]: the log-sum-exp of the student's logits over the visible tokens of each entry."""
+    """each [NE]: the log-sum-exp of the student's logits over the visible tokens of each entry."""
     mine = entries + tl.program_id(0) * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return
-    skip = (e0 // K) // Tp * Tp  # queries of the piece before this group's
-    b, h, first = _find(e0 // K, bg0, t0, Tp, Hkv)
-    block = tl.load(ids + ((b * Hkv + h).to(tl.int64) * T + first) * K + e0 % K)
-    many = tl.sum((tl.load(mine + tl.arange(0, QC)) >= 0).to(tl.int32), 0)
-    length = tl.load(lens + b)
-    d = tl.arange(0, Di)
+    b, h, block, length, skip, many, _ = _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv, K, BS, QC)
     c = tl.arange(0, BSP)
     n = tl.where(c < BS, block * BS + c, INT_MAX)
-    kk = tl.load(ik + (b.to(tl.int64) * S + n)[:, None] * Di + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,Di]
+    kk = _rows(ik, b.to(tl.int64) * S + n, n < length, Di, Di)  # [BSP,Di]
+    queries = iq + ((b.to(tl.int64) * T + t0) * Hkv + h) * Di
     for i in range(0, many, QT):
         slot = i + tl.arange(0, QT)
         e = tl.load(mine + slot, mask=slot < many, other=-1)  # [QT]
-        t = t0 + e // K - skip
-        qq = _student(iq, b, t, h, e >= 0, T, Hkv, Di)
-        z = tl.dot(qq, tl.trans(kk), input_precision="ieee") * (zscale * LOG2E)  # [QT,BSP]
-        z = tl.where(n[None, :] <= (length - T + t)[:, None], z, LOW)
+        x = e // K - skip
+        z = tl.dot(_rows(queries, x, e >= 0, Hkv * Di, Di), tl.trans(kk), input_precision="ieee") * (zscale * LOG2E)  # [QT,BSP]
+        z = tl.where(n[None, :] <= (length - T + t0 + x)[:, None], z, LOW)
         m = tl.max(z, 1)
-        tl.store(zlse + e, (m + tl.log2(tl.sum(tl.exp2(z - m[:, None]), 1))) * LN2, mask=e >= 0)
+        tl.store(each + e, (m + tl.log2(tl.sum(tl.exp2(z - m[:, None]), 1))) * LN2, mask=e >= 0)
 
 
 @triton.jit(do_not_specialize=["NX"])
@@ -796,17 +828,26 @@ def student_merge_kernel(each, rank, zlse, count, NX, K: tl.constexpr, KP: tl.co
 
 
 @triton.jit
-def _teacher(q, k_tile, lse, b, t, h, ok, seen, T, scale, Hkv: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
-    """The mean over the group's heads of their attention to the keys of k_tile [N,D]: [QT,N]."""
-    d = tl.arange(0, D)
-    p = tl.zeros(seen.shape, tl.float32)
+def _teacher(queries, lse, k_tile, x, ok, edge, scale, Hkv: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+    """The mean over the group's heads of their attention to the keys of k_tile [N,D]: [QT,N]. queries and lse: where row 0 of x
+    [QT] has its first head's numbers. Only past the edge of what is visible can a product exceed the log-sum-exp."""
+    p = tl.zeros([x.shape[0], k_tile.shape[0]], tl.float32)
     for g in range(G):
-        row = (b.to(tl.int64) * T + t) * (Hkv * G) + h * G + g  # [QT]
-        qq = tl.load(q + row[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)  # [QT,D]
+        qq = _rows(queries + g * D, x, ok, Hkv * G * D, D)  # [QT,D]
         s = tl.dot(qq, tl.trans(k_tile), input_precision="ieee") * (scale * LOG2E)
-        l2 = tl.load(lse + row, mask=ok, other=0.0) * LOG2E
-        p += tl.exp2(tl.minimum(s - l2[:, None], 0.0))  # only outside the support is s above the lse
-    return tl.where(seen, p * (1.0 / G), 0.0)
+        s -= tl.load(lse + x * (Hkv * G) + g, mask=ok, other=0.0)[:, None] * LOG2E
+        if edge:
+            s = tl.minimum(s, 0.0)
+        p += tl.exp2(s)
+    return p * (1.0 / G)
+
+
+@triton.jit
+def _imitate(p, z):
+    """Teacher p and the student's logits less their log-sum-exp, both [QT,N] -> the loss of each query [QT], and d loss / d z."""
+    least = tl.maximum(p, 1e-37)  # a normal number, for the hardware's own logarithm: one instruction where tl.log2 takes twenty
+    logp = (tl.log2(least) if INTERPRETED else libdevice.fast_log2f(least)) * LN2
+    return tl.sum(tl.where(p > 0, p * (logp - z), 0.0), 1), tl.exp2(z * LOG2E) - p
 
 
 @triton.jit(do_not_specialize=["bg0", "t0", "Tp", "T", "S"])
@@ -822,36 +863,35 @@ def kl_kernel(q, k, lse, iq, ik, ids, lens, entries, zlse, loss, diq, dik, bg0, 
     e0 = tl.load(mine)
     if e0 < 0:
         return
-    skip = (e0 // K) // Tp * Tp  # queries of the piece before this group's
-    b, h, first = _find(e0 // K, bg0, t0, Tp, Hkv)
-    block = tl.load(ids + ((b * Hkv + h).to(tl.int64) * T + first) * K + e0 % K)
-    many = tl.sum((tl.load(mine + tl.arange(0, QC)) >= 0).to(tl.int32), 0)
-    length = tl.load(lens + b)
-    d = tl.arange(0, D)
+    b, h, block, length, skip, many, edge = _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv, K, BS, QC)
+    edge = edge | (BSP > BS)
     di = tl.arange(0, Di)
     c = tl.arange(0, BSP)
     n = tl.where(c < BS, block * BS + c, INT_MAX)
     at = b.to(tl.int64) * S + n
-    kk = tl.load(k + (at * Hkv + h)[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,D]
-    ii = tl.load(ik + at[:, None] * Di + di[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,Di]
+    kk = _rows(k + h * D, at, n < length, Hkv * D, D)  # [BSP,D]
+    ii = _rows(ik, at, n < length, Di, Di)  # [BSP,Di]
     gi = tl.zeros([BSP, Di], tl.float32)
+    row0 = (b.to(tl.int64) * T + t0) * Hkv + h  # the piece's first query
     for i in range(0, many, QT):
         slot = i + tl.arange(0, QT)
         e = tl.load(mine + slot, mask=slot < many, other=-1)  # [QT]
         ok = e >= 0
-        t = t0 + e // K - skip
-        seen = (n[None, :] <= (length - T + t)[:, None]) & ok[:, None]  # [QT,BSP]
-        p = _teacher(q, kk, lse, b, t, h, ok, seen, T, scale, Hkv, G, D)
+        x = e // K - skip
+        p = _teacher(q + row0 * (G * D), lse + row0 * G, kk, x, ok, edge, scale, Hkv, G, D)  # [QT,BSP]
         if not HOLD:
-            ii = tl.load(ik + at[:, None] * Di + di[None, :], mask=(n < length)[:, None], other=0.0)
-        qq = _student(iq, b, t, h, ok, T, Hkv, Di)
+            ii = _rows(ik, at, n < length, Di, Di)
+        qq = _rows(iq + row0 * Di, x, ok, Hkv * Di, Di)  # [QT,Di]
         zl = tl.load(zlse + e // K, mask=ok, other=0.0)
         z = tl.dot(qq, tl.trans(ii), input_precision="ieee") * zscale - zl[:, None]  # [QT,BSP] log student
-        logp = tl.log2(tl.where(p > 0, p, 1.0)) * LN2
-        tl.store(loss + e, tl.sum(tl.where(p > 0, p * (logp - z), 0.0), 1), mask=ok)
-        dz = tl.where(seen, tl.exp2(tl.minimum(z, 0.0) * LOG2E) - p, 0.0).to(qq.dtype)
+        if edge:
+            seen = n[None, :] <= (length - T + t0 + x)[:, None]
+            p, z = tl.where(seen, p, 0.0), tl.where(seen, z, LOW)
+        cost, dz = _imitate(p, z)
+        tl.store(loss + e, cost, mask=ok)
+        dz = dz.to(qq.dtype)
         gq = tl.dot(dz, ii, input_precision="ieee")  # [QT,Di]
-        tl.store(diq + e.to(tl.int64)[:, None] * Di + di[None, :], gq.to(diq.dtype.element_ty), mask=ok[:, None])
+        tl.store(diq + (e * Di)[:, None] + di[None, :], gq.to(diq.dtype.element_ty), mask=ok[:, None])
         gi = tl.dot(tl.trans(dz), qq, gi, input_precision="ieee")
     tl.atomic_add(dik + at[:, None] * Di + di[None, :], gi * zscale, mask=(n < length)[:, None], sem="relaxed")
 
@@ -873,14 +913,15 @@ def kl_dense_kernel(q, k, lse, iq, ik, lens, loss, diq, dik, T, S, scale, zscale
     ok = (t < T) & (pos >= 0)
     end = tl.minimum(length, length - T + tile * BM + BM)  # keys that the last query sees
     di = tl.arange(0, Di)
-    d = tl.arange(0, D)
     c = tl.arange(0, BN)
-    qq = _student(iq, b, t, h, ok, T, Hkv, Di)
+    row0 = b.to(tl.int64) * T * Hkv + h
+    x = t.to(tl.int64)
+    qq = _rows(iq + row0 * Di, x, ok, Hkv * Di, Di)  # [BM,Di]
     m = tl.full([BM], LOW, tl.float32)
     total = tl.zeros([BM], tl.float32)
     for j in range(0, end, BN):
         n = j + c
-        ii = tl.load(ik + (b.to(tl.int64) * S + n)[:, None] * Di + di[None, :], mask=(n < length)[:, None], other=0.0)
+        ii = _rows(ik, b.to(tl.int64) * S + n, n < length, Di, Di)
         z = tl.dot(qq, tl.trans(ii), input_precision="ieee") * (zscale * LOG2E)
         z = tl.where(n[None, :] <= pos[:, None], z, LOW)
         new = tl.maximum(m, tl.max(z, 1))
@@ -892,14 +933,13 @@ def kl_dense_kernel(q, k, lse, iq, ik, lens, loss, diq, dik, T, S, scale, zscale
     for j in range(0, end, BN):
         n = j + c
         at = b.to(tl.int64) * S + n
-        kk = tl.load(k + (at * Hkv + h)[:, None] * D + d[None, :], mask=(n < length)[:, None], other=0.0)
-        ii = tl.load(ik + at[:, None] * Di + di[None, :], mask=(n < length)[:, None], other=0.0)
-        seen = (n[None, :] <= pos[:, None]) & ok[:, None]
-        p = _teacher(q, kk, lse, b, t, h, ok, seen, T, scale, Hkv, G, D)
+        kk, ii = _rows(k + h * D, at, n < length, Hkv * D, D), _rows(ik, at, n < length, Di, Di)
+        p = _teacher(q + row0 * (G * D), lse + row0 * G, kk, x, ok, True, scale, Hkv, G, D)
         z = tl.dot(qq, tl.trans(ii), input_precision="ieee") * zscale - zl[:, None]
-        logp = tl.log2(tl.where(p > 0, p, 1.0)) * LN2
-        cost += tl.sum(tl.where(p > 0, p * (logp - z), 0.0), 1)
-        dz = tl.where(seen, tl.exp2(tl.minimum(z, 0.0) * LOG2E) - p, 0.0).to(qq.dtype)
+        seen = (n[None, :] <= pos[:, None]) & ok[:, None]
+        more, dz = _imitate(tl.where(seen, p, 0.0), tl.where(seen, z, LOW))
+        cost += more
+        dz = dz.to(qq.dtype)
         gq = tl.dot(dz, ii, gq, input_precision="ieee")
         gi = tl.dot(tl.trans(dz), qq, input_precision="ieee") * zscale
         tl.atomic_add(dik + at[:, None] * Di + di[None, :], gi, mask=(n < end)[:, None], sem="relaxed")
@@ -934,7 +974,7 @@ def _index_kl(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, iq: torch.Ten
         BSP, NB = _pow2(block_size, 16), -(-S // block_size)
         M, QC, warps, stages = _tiles("kl", q.dtype, max(D, Di), block_size)
         total, count = 0.0, torch.zeros((), dtype=torch.int32, device=device)
-        pieces = _pieces(B * Hkv, T, K * (Di * q.element_size() + 16))
+        pieces = _pieces(B * Hkv, T, K * (Di * q.element_size() + 16), max(H * D, Hkv * Di))
         partial = torch.empty(max((p[1] * p[3] for p in pieces), default=0) * K, Di, dtype=q.dtype, device=device)
         TC = _chunk(T, NB, K, G * D * q.element_size(), QC)
         R = max(1, 2048 // Di)

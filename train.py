@@ -34,7 +34,7 @@ PRESETS = {
         "pictures": 32, "canvas": 56, "tasks": "single=1", "eval_items": 200, "eval_rows": 64,
     },
     "base": {  # one GPU, at most eight minutes on an H200
-        "context": 2048, "batch_size": 16, "vision_context": 256, "vision_rows": 256, "max_steps": 1600, "optimizer": "muon", "lr": 3e-3, "eval_interval": 800,
+        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "optimizer": "muon", "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
 }  # fmt: skip
@@ -379,8 +379,8 @@ def choose(args):
         able = torch.cuda.get_device_capability() >= (8, 0)
         if dtype is None:
             dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
-        if args.micro_batch_tokens is None:  # base takes about 0.45 MB a token in bf16; larger pieces than 64K are no faster
-            args.micro_batch_tokens = min(65536, 1 << int(math.log2(2048 * torch.cuda.get_device_properties(0).total_memory / 2**30)))
+        if args.micro_batch_tokens is None:  # base takes about 0.45 MB a token in bf16; few large pieces, because launching thousands of kernels takes time
+            args.micro_batch_tokens = min(131072, 1 << int(math.log2(2048 * torch.cuda.get_device_properties(0).total_memory / 2**30)))
     elif dtype is None:
         dtype, because = "fp32", f"the safe choice on {device}"
     print(f"device: {name} ({why}); dtype: {dtype} ({because})")
@@ -625,7 +625,7 @@ def main(argv=None):
     stop = []
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
-    workers = s.get("workers", min(8, max(0, (os.cpu_count() or 1) - 2)))
+    workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) - 2)))
     loader = torch.utils.data.DataLoader(
         Steps(rows, seen, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
