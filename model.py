@@ -430,6 +430,8 @@ class M3(nn.Module):
             pos = pos + cache.lens[:, None]  # [B,T]
         cos, sin = rope_table(pos, c.rotary_dim, c.rope_theta)
         kl = torch.zeros((), device=x.device)
+        if self.training and cache is None and T <= c.index_topk_blocks * c.index_block_size:
+            warmup = True  # in rows so short every block is kept, and sparse attention is dense attention
         for layer in self.layers:
             if self.checkpoint_layers and self.training and cache is None:
                 x, layer_kl = checkpoint(layer, x, cos, sin, None, warmup, use_reentrant=False)

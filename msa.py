@@ -313,7 +313,7 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None, backend=
     B, T, H, D = q.shape
     S, Di = k.shape[1], ik.shape[2]
     scale = D**-0.5 if scale is None else scale
-    topk = 1 if ids is None else ids.shape[3]
+    topk, block_size = (1, 64) if ids is None else (ids.shape[3], block_size)  # without ids there are no blocks: any size will do
     fast = _kernels(backend, q, D=D, Di=Di, block_size=block_size, topk=topk, H=H, Hkv=k.shape[2])
     if fast is not None:
         return fast.index_kl(q.detach(), k.detach(), lse.detach(), iq, ik, ids, block_size, lens, scale)
@@ -441,7 +441,7 @@ class MSA(nn.Module):
         ids = None
         if self.kind == "dense":
             out = full_attention(q, k, v, lens)
-        elif warmup or (self.training and cache is None and T <= self.topk * self.block_size):  # short rows keep every block: dense, exactly
+        elif warmup:
             out, lse = dense_attention(q, k, v, lens)
             if learn:
                 kl = index_kl(q, k, lse, iq, ik, None, self.block_size, lens, backend=self.backend)
