@@ -1132,7 +1132,7 @@ def test_muon_is_torchs_muon():
         grads = [torch.randn_like(p) for p in mine]
         for p, g in zip(mine, grads):
             p.grad = g.clone()
-        for p, g in zip(theirs, [m for g in grads for m in (g if g.ndim == 3 else [g])]):
+        for p, g in zip(theirs, [m for grad in grads for m in (grad if grad.ndim == 3 else [grad])]):
             p.grad = g.clone()
         a.step(), b.step()
     flat = torch.cat([m.flatten() for p in mine for m in (p if p.ndim == 3 else [p])])
