@@ -1031,9 +1031,9 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Chapter 6: decoding
 #
-# One new token a row (or up to 8, of which some are guesses): almost no products, all bytes. At 1M keys a dense layer reads 2.1 GB of
-# K and V, 0.5 ms. MSA reads 268 MB of index keys, and of K and V 1 MB a group: 65 us, if nothing is read twice and nothing waits.
-# Three rules follow.
+# One new token a row (or up to 8, of which some are guesses): almost no products, all bytes. At 1M keys a dense layer reads 2.1 GB
+# of K and V, 0.5 ms. MSA reads 268 MB of index keys, and of K and V 1 MB a group: 65 us, if nothing is read twice and nothing
+# waits. Three rules follow.
 # (a) The index key head is shared: a program fetches a block's index keys ONCE and multiplies them with the index queries of all
 #     groups and all T tokens together (4 x 1 rows, padded to the 16 that a tensor core takes). Each group by itself, as in
 #     chapter 1, would read them four times.
@@ -1122,9 +1122,8 @@ def decode_attend_kernel(q, k, v, ids, lens, partial, plse, T, S, K, scale, Hkv:
     pos = tl.minimum(tl.load(lens + b), S) - T + x % T
     last = tl.where(pos < 0, -1, pos // BS)  # the block it stands in
     end = tl.minimum(first + PER, last + 1 if DENSE else K)
-    if DENSE:
-        if first >= end:
-            return
+    if first >= end:
+        return
     g = tl.arange(0, GP)
     d = tl.arange(0, D)
     c = tl.arange(0, BSP)
@@ -1215,7 +1214,8 @@ def _decode_attention(q, k, v, ids, block_size, lens, scale):
     decode_attend_kernel[(X, splits)](q, k, v, ids, lens, partial, plse, T, S, K, scale, Hkv, G, _pow2(G, 16), D,
                                       1 if dense else _pow2(K), block_size, _pow2(block_size, 16), per, dense, num_warps=4,
                                       num_stages=1 if large else 3)  # fmt: skip
-    decode_merge_kernel[(X, G)](partial, plse, lens, out, lse, T, S, splits, Hkv, G, D, block_size, per, min(64, _pow2(splits)), dense)
+    C = min(64, _pow2(splits))  # parts at a time
+    decode_merge_kernel[(X, G)](partial, plse, lens, out, lse, T, S, splits, Hkv, G, D, block_size, per, C, dense)
     return out, lse
 
 
@@ -1225,7 +1225,7 @@ def _dense_decode(q, k, v, lens, scale):
 
 
 def dense_decode(q, k, v, lens=None, scale=None):
-    """Attention of at most FEW queries a row to everything visible: see msa.dense_attention. No gradient. ValueError names the argument.
+    """At most FEW queries a row, attention to everything visible: see msa.dense_attention. No gradient. ValueError names the argument.
 
     q [B,T,H,D], k and v [B,S,Hkv,D] -> out [B,T,H,D], lse [B,H,T].
     """
