@@ -223,9 +223,11 @@ def score_kernel(iq, ik, iks, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr,
     for j in range(steps):
         n = j * (NPB * BS) + offset
         kk = tl.load(ik + (b * S + n)[:, None] * Di + d[None, :], mask=(n <= last)[:, None], other=0.0)  # [NPB*BSP,Di]
+        if QUANT:
+            stretch = tl.load(iks + b * S + n, mask=n <= last, other=0.0)
         s = tl.dot(q, tl.trans(kk), input_precision="ieee")  # [BM,NPB*BSP]
         if QUANT:
-            s *= tl.load(iks + b * S + n, mask=n <= last, other=0.0)[None, :]
+            s *= stretch[None, :]
         if j >= whole:
             s = tl.where(n[None, :] <= pos[:, None], s, float("-inf"))
         if BSP > BS:
@@ -321,6 +323,7 @@ def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: in
     BSP = _pow2(block_size, 16)
     small = _shared_memory() < SMALL_CARD or iq.dtype == torch.float32
     BM, NPB = (32, 1) if iq.dtype == torch.float32 else (64 if small else 128, 128 // BSP if BSP == block_size else 1)
+    stages = 1 if small else 2 if ik_scale is None else 3  # in FP8 3, and registers for two programs on a multiprocessor
     Tc = min(T, max(128, BUDGET // 2 // (4 * B * Hkv * NB) // 128 * 128))  # queries at a time
     scores = torch.empty(B * Hkv, Tc, NB, dtype=torch.float32, device=iq.device)
     most = -(-NB // MAX_SEGMENT)
@@ -329,8 +332,8 @@ def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: in
     for t0 in range(0, T, Tc):
         n = min(Tc, T - t0)
         score_kernel[(triton.cdiv(n, BM), B * Hkv)](iq, ik, scale, lens, scores, t0, n, T, S, NB, Hkv, Di, block_size, BSP, NPB,
-                                                    BM, ik_scale is not None, num_warps=4 if small else 8,
-                                                    num_stages=1 if small else 2)  # fmt: skip
+                                                    BM, ik_scale is not None, num_warps=4 if small else 8, num_stages=stages,
+                                                    maxnreg=128 if stages == 3 else None)  # fmt: skip
         seen = max(1, -(-(S - T + t0 + n) // block_size))  # early queries see few blocks
         segments = -(-seen // MAX_SEGMENT)
         width, seen = segments * topk, max(KP, _pow2(min(seen, MAX_SEGMENT)))
@@ -1069,9 +1072,11 @@ def decode_score_kernel(iq, ik, iks, lens, scores, S, NB, T: tl.constexpr, Hkv: 
     for j in range(first, tl.minimum(first + RUN, (length + BS - 1) // BS)):
         n = tl.where(c < BS, j * BS + c, INT_MAX)
         kk = tl.load(ik + (b * S + n)[:, None] * Di + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,Di]
+        if QUANT:
+            stretch = tl.load(iks + b * S + n, mask=n < length, other=0.0)
         s = tl.dot(q, tl.trans(kk), input_precision="ieee")  # [MP,BSP]
         if QUANT:
-            s *= tl.load(iks + b * S + n, mask=n < length, other=0.0)[None, :]
+            s *= stretch[None, :]
         s = tl.where(n[None, :] <= (length - T + t)[:, None], s, float("-inf"))
         tl.store(to + j, tl.max(s, 1), mask=live)
 

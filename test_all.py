@@ -2777,7 +2777,7 @@ def decode_agrees(case, seed=0, fp8=False, dtype=torch.float32):
     ):
         some = want[1].isfinite()
         assert (some == got[1].isfinite()).all() and not got[0].transpose(1, 2)[~some].any() and got[0].dtype == dtype
-        limit = 1e-5 if dtype == torch.float32 else 1e-2
+        limit = 1e-4 if dtype == torch.float32 else 1e-2
         assert ratio(f"{name} out", got[0], want[0]) < limit and ratio(f"{name} lse", got[1][some], want[1][some]) < limit
     return ids
 
@@ -2857,6 +2857,7 @@ def test_quantize_keeps_16ths_and_recall():
     a, b = (msa.select_blocks(iq, keys, 16, 8) for keys in (ik, msa.quantize(ik)))
     kept = (a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).float().mean().item()
     print(f"random keys: {kept:.1%} of the selected blocks are the same with FP8 index keys")
+    assert kernels.FEW == msa.FEW and kernels.FP8 == msa.FP8
     assert 0.8 < kept < 1  # random keys are the worst case: best and next best differ by little. 1 would mean nothing was rounded
 
 
@@ -2920,20 +2921,20 @@ def test_prefill_with_pictures_in_chunks():
         Cache(model.config, 1, 9, "int4")
 
 
-def test_full_attention_in_pieces(monkeypatch):
-    """Full-attention layers on a cache must take the mask a piece at a time, whatever the rows' lengths."""
-    q, k, v, _, _, lens = make(2, 12, 40, 4, 2, 16, 16, [40, 5])
-    for n in (None, lens):
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_full_attention_on_a_cache(monkeypatch, dtype):
+    """Full-attention layers on a cache: rows all full or of any length, few queries or many, the mask a piece at a time."""
+    limit = 1e-2 if dtype == HALF else 1e-5 if DEVICE == "cpu" else 2e-3  # a GPU's own attention may round fp32 to TF32
+    q, k, v, _, _, lens = make(2, 12, 40, 4, 2, 16, 16, [40, 5], dtype)
+    for n in (lens, None):
         if n is None:
             k, v = (torch.randn_like(x) for x in (k, v))
         want = msa._attend(q, k, v, None, 1, n, None)[0]
-        assert ratio("out", msa.full_attention(q, k, v, n), want) < 1e-5
-        few = msa.full_attention(q[:, -3:], k, v, n, backend="triton")
-        assert ratio("few queries", few, want[:, -3:]) < 1e-5
-    pieces = []
-    split = torch.Tensor.split
+        assert ratio("out", msa.full_attention(q, k, v, n), want) < limit
+        assert ratio("few queries", msa.full_attention(q[:, -3:], k, v, n, backend="triton"), want[:, -3:]) < limit
+    pieces, split = [], torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "split", lambda x, n, dim=0: pieces.append(n) or split(x, min(n, 5), dim))
-    assert ratio("pieces of 5", msa.full_attention(q, k, v, lens), msa._attend(q, k, v, None, 1, lens, None)[0]) < 1e-5 and pieces
+    assert ratio("pieces of 5", msa.full_attention(q, k, v, lens), msa._attend(q, k, v, None, 1, lens, None)[0]) < limit and pieces
 
 
 @needs_gpu
@@ -2996,7 +2997,7 @@ def test_prefill_past_4096_blocks():
     want = msa.select_blocks(iq, ik, 16, 4, lens, backend="torch")
     assert selections_agree(ids, want) > 0.9 and ids.max() > 4096
     got, want = kernels.sparse_attention(q, k, v, ids, 16, lens), msa.sparse_attention(q, k, v, ids, 16, lens, backend="torch")
-    assert ratio("out", got[0], want[0]) < 1e-5
+    assert ratio("out", got[0], want[0]) < 1e-4
 
 
 @needs_gpu
