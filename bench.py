@@ -2,13 +2,19 @@
 
     python bench.py                              the released shape at 8K, 32K and 128K tokens
     python bench.py --lengths 8192 --no-peers    only some of it
-    python bench.py --tiny                       a rehearsal on the CPU in Triton's interpreter: the times mean nothing
+    python bench.py --long                       reading a prompt and decoding at 8K to 1M tokens, against dense attention
+    python bench.py --tiny [--long]              a rehearsal on the CPU in Triton's interpreter: the times mean nothing
 
 The released shape: 64 query heads in 4 groups, dims 128, blocks of 128 keys, 16 kept. Every row: median of several runs after
 warm-up with the spread (slowest - fastest) beside it, TFLOP/s of the products that the definition asks for (backward: 2.5 times
 the forward's), and the memory taken beyond inputs and results. The ceilings, a large matrix product and a large copy, are measured in
 the same run. Selections: uniform random blocks; two sinks and a sliding window; clusters of 64 queries that mostly agree. A peer
 that is not installed, does not fit, or fails is one line that says so. Writes results/kernels.json and results/kernels.png.
+
+--long times forward passes alone, writes results/longcontext.json and .png, and results/hardware.png with two micro-benchmarks. Dense
+is the best of cuDNN, flash and, in decoding, our own split-K kernel, at the same length in the same run; from 512K on dense prefill
+is run once, without a warm-up, by cuDNN only (38 s at 1M). Decoding repeats one layer on one cache: what fits into L2 (50 MB) is read
+from there, for dense as for MSA.
 """
 
 import argparse
@@ -24,7 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton
+import triton.language as tl
+
 import kernels
+import msa
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -103,7 +113,7 @@ class Table:
     def add(self, operator, T, kind, f, work=0.0, result_bytes=0, repeats=7, split=False):
         """Time f and print a row -> ms, or None if it failed. split: keep the time of each GPU kernel in it, too."""
         try:
-            ms, spread, memory = timed(f, repeats, 1 if repeats < 5 else 2)
+            ms, spread, memory = timed(f, repeats, 2 if repeats >= 5 else int(repeats > 1))
         except Exception as e:  # noqa: BLE001  other people's code may raise anything: say it and go on
             return self.skip(operator, T, kind, f"{type(e).__name__}: {' '.join(str(e).split())}")
         row = {"operator": operator, "T": T, "selection": kind, "ms": ms, "spread_ms": spread}
@@ -252,19 +262,295 @@ def plot(rows, path):
     plt.close(fig)
 
 
+# ---------------------------------------------------------------------------------------------------------------------------
+# Long contexts: python bench.py --long
+
+PHASES = {  # which kernels belong to which phase of a prefill
+    "index": ("score_kernel",),
+    "selection": ("topk_kernel",),
+    "inversion": ("rank_kernel", "place_kernel"),  # and everything not named here: sums and fills
+    "sparse": ("attend_kernel",),
+    "combine": ("combine_kernel",),
+}
+
+
+def phases(rows):
+    """The kernels' times of some rows, added up by phase -> {phase: ms}."""
+    out = dict.fromkeys(PHASES, 0.0)
+    for name, ms in (item for row in rows for item in row.get("kernels_ms", {}).items()):
+        phase = next((p for p, names in PHASES.items() if any(n in name for n in names)), "inversion")
+        out[phase] += ms
+    return out
+
+
+def same_blocks(a, b):
+    """The share of the blocks in a [B,Hkv,T,K] that b has, too, over the last 4,096 queries."""
+    a, b = a[:, :, -4096:], b[:, :, -4096:]
+    return ((a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1) & (a >= 0)).sum().item() / (a >= 0).sum().item()
+
+
+def prefill(table, T, H, Hkv, D, block, K, last):
+    """One layer reads T tokens -> {what: ms}, phases, and the share of blocks that FP8 index keys keep."""
+    repeats, scores = 3 if T < 2**19 else 2, 2 * Hkv * D * T * (T + block) / 2
+    q, k, v, iq, ik = (torch.randn(1, T, *s, device=DEVICE, dtype=DTYPE) for s in ((H, D), (Hkv, D), (Hkv, D), (Hkv, D), (D,)))
+    keys8, (sparse, dense) = msa.quantize(ik), flops(T, H, D, block, K)
+    ids = kernels.select_blocks(iq, ik, block, K)
+    n = len(table.rows)
+    select = table.add("select_blocks", T, "", lambda: kernels.select_blocks(iq, ik, block, K), scores, ids.nbytes, repeats, True)
+    attend = lambda: kernels.sparse_attention(q, k, v, ids, block)
+    rest = table.add("sparse_attention forward", T, "own index", attend, sparse, q.nbytes + 4 * T * H, repeats, True)
+    parts = phases(table.rows[n:])
+    got = {"MSA": select + rest} if select and rest else {}
+    try:
+        kept = same_blocks(ids, kernels.select_blocks(iq, keys8, block, K))
+        quick = table.add("select_blocks, FP8 index", T, "", lambda: kernels.select_blocks(iq, keys8, block, K), scores, ids.nbytes, repeats, True)
+        got |= {"MSA, FP8 index": quick + rest} if quick and rest else {}
+    except ValueError as e:
+        kept = table.skip("select_blocks, FP8 index", T, "", str(e))
+    if last:  # the same prompt in chunks, each on a cache that ends with it
+        C = min(T, 2**16) if GPU else 32
+
+        def chunks():
+            for e in range(C, T + 1, C):
+                chosen = kernels.select_blocks(iq[:, e - C : e], ik[:, :e], block, K)
+                kernels.sparse_attention(q[:, e - C : e], k[:, :e], v[:, :e], chosen, block)
+
+        table.add(f"both, in chunks of {C}", T, "", chunks, scores + sparse, 0, 1)
+    k, v = (y.transpose(1, 2).repeat_interleave(H // Hkv, 1) for y in (k, v))  # they want equal heads
+    q = q.transpose(1, 2)
+    full = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for name, backend in BACKENDS[: 1 if T >= 2**19 else None]:
+        with sdpa_kernel(backend):
+            ms = table.add(f"dense {name} forward", T, "", full, dense, q.nbytes, 1 if T >= 2**19 else 3)
+            got |= {f"dense {name}": ms} if ms else {}
+    return got, parts, kept
+
+
+def loop_us(f, most=20):
+    """Microseconds of one of many calls in a row: the median of five lots."""
+    f()
+    if not GPU:
+        return timed(f)[0] * 1e3
+    once = timed(f, 1, 1)[0]
+    n = max(2, min(most, int(10 / once)))
+    return timed(lambda: [f() for _ in range(n)], 5, 1)[0] * 1e3 / n
+
+
+def recorded(f):
+    """f as a CUDA graph -> its replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
+
+
+def kernel_us(f, n=10):
+    """Microseconds of each GPU kernel of f, the mean of n calls."""
+    if not GPU:
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        for _ in range(n):
+            f()
+        torch.cuda.synchronize()
+    return {e.key[:60]: e.self_device_time_total / n for e in p.key_averages() if e.self_device_time_total}
+
+
+def decode(rows, B, S, H, Hkv, D, block, K):
+    """One layer, one new token for each of B rows of S keys: adds a row for every way to `rows`, and prints it."""
+    q, k, v, iq, ik = (torch.randn(B, *s, device=DEVICE, dtype=DTYPE) for s in ((1, H, D), (S, Hkv, D), (S, Hkv, D), (1, Hkv, D), (S, D)))
+    lens = torch.full((B,), S, dtype=torch.int32, device=DEVICE)
+    keys8 = (torch.empty(B, S, D, dtype=msa.FP8, device=DEVICE), torch.empty(B, S, device=DEVICE))
+    for b in range(B):  # row by row: in fp32 all of them would be twice the size
+        keys8[0][b], keys8[1][b] = msa.quantize(ik[b])
+    ids = kernels.select_blocks(iq, ik, block, K, lens)
+    both = lambda keys: kernels.sparse_attention(q, k, v, kernels.select_blocks(iq, keys, block, K, lens), block, lens)
+    whole, read = 4 * B * S * Hkv * D, min(S, K * block) * 4 * B * Hkv * D  # bytes in bf16
+    heads = [y.transpose(1, 2) for y in (q, k, v)]
+
+    def sdpa(backend):
+        def f():
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*heads, enable_gqa=True)
+
+        return f
+
+    ways = {
+        "index and selection": (lambda: kernels.select_blocks(iq, ik, block, K, lens), ik.nbytes),
+        "index and selection, FP8 index": (lambda: kernels.select_blocks(iq, keys8, block, K, lens), ik.nbytes / 2 + 4 * B * S),
+        "sparse attention": (lambda: kernels.sparse_attention(q, k, v, ids, block, lens), read),
+        "MSA": (lambda: both(ik), ik.nbytes + read),
+        "MSA, FP8 index": (lambda: both(keys8), ik.nbytes / 2 + 4 * B * S + read),
+        "dense, our split-K": (lambda: kernels.dense_decode(q, k, v, lens), whole),
+        **{f"dense {name}": (sdpa(backend), whole) for name, backend in BACKENDS},
+    }
+    for name, (f, size) in ways.items():
+        row = {"way": name, "B": B, "S": S, "Hkv": Hkv, "bytes": size}
+        try:
+            row["launched_us"] = loop_us(f)
+            row["graph_us"] = loop_us(recorded(f)) if GPU else row["launched_us"]
+            if B == 1 and not name.startswith("dense c"):
+                row["kernels_us"] = kernel_us(f)
+        except Exception as e:  # noqa: BLE001  as in Table.add
+            row["skipped"] = f"{type(e).__name__}: {' '.join(str(e).split())[:90]}"
+        rows.append(row)
+        said = row.get("skipped") or f"{row['launched_us']:12.1f}{row['graph_us']:12.1f}{size / row['graph_us'] / 1e6:10.2f}"
+        print(f"{name:34}{B:4}{S:10}{Hkv:5}{said}", flush=True)
+
+
+def best(rows, B, S, way, Hkv):
+    """Microseconds in a graph of the way that has this name, or of the quickest "dense" one; None if it was not run."""
+    mine = [r for r in rows if (r["B"], r["S"], r["Hkv"]) == (B, S, Hkv) and "graph_us" in r]
+    return min((r["graph_us"] for r in mine if r["way"] == way or (way == "dense" and r["way"].startswith(way))), default=None)
+
+
+@triton.jit
+def gather_kernel(x, ids, out, N, HEADS: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr):
+    """Read R of the N tokens that ids [HEADS,N] lists for a head, out of x [S,HEADS,WIDTH]; write one sum, so that nothing is left out."""
+    h = tl.program_id(1)
+    n = tl.load(ids + h * N + tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    y = tl.load(x + (n * HEADS + h)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])  # [R,WIDTH]
+    tl.store(out + h * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(y.to(tl.float32), 1), 0))
+
+
+def read_tbs(S, heads, width, unit):
+    """TB/s of reading half of S tokens of `heads` x `width` numbers, `unit` neighbours at a time in random order, other ones a head."""
+    N, R = S // 2, min(S // 2, 16384 // width)
+    x, out = torch.randn(S, heads, width, device=DEVICE, dtype=DTYPE), torch.empty(heads * (N // R), device=DEVICE)
+    starts = torch.stack([torch.randperm(S // unit, device=DEVICE)[: N // unit] for _ in range(heads)]) * unit
+    ids = (starts[:, :, None] + torch.arange(unit, device=DEVICE)).flatten(1).int().contiguous()  # [heads,N]
+    us = loop_us(lambda: gather_kernel[(N // R, heads)](x, ids, out, N, heads, width, R))
+    return ids.numel() * width * x.element_size() / us / 1e6
+
+
+def topk_us(S, rows, block, K):
+    """Microseconds of choosing K * block of S tokens, and K of S / block blocks, for some rows."""
+    tokens, lens = torch.randn(rows, S, device=DEVICE), torch.full((rows,), S, dtype=torch.int32, device=DEVICE)
+    blocks = tokens[:, ::block].contiguous()  # [rows,S/block]
+    return {
+        "S": S,
+        "rows": rows,
+        "tokens": loop_us(lambda: tokens.topk(min(S, K * block), -1)),
+        "blocks": loop_us(lambda: blocks.topk(min(blocks.shape[1], K), -1)),
+        "blocks, ours": loop_us(lambda: kernels.decode_topk(blocks[:, None, None], lens, block, K)),
+    }
+
+
+def hardware(S, block, K, Hkv, D):
+    """Two claims about why blocks, and why a choice for every head, are cheap -> (read rates, top-k times)."""
+    rates, times = {}, []
+    for heads, width in ((1, Hkv * D), (Hkv, D)):
+        for unit in (1, block):
+            what = f"{heads} x {width}, {'token by token' if unit == 1 else f'blocks of {unit}'}"
+            rates[what] = read_tbs(S, heads, width, unit)
+            print(f"reading half of {S} tokens, {what}: {rates[what]:.3f} TB/s", flush=True)
+    for n in (S // 128, S // 32, S // 8, S // 2, S) if GPU else (S,):
+        times.append(t := topk_us(n, 64 if GPU else 2, block, K))
+        print(f"top-k for {t['rows']} rows: {n} tokens {t['tokens']:.0f} us, their blocks {t['blocks']:.0f}, by ours {t['blocks, ours']:.0f}")
+    return rates, times
+
+
+def plot_long(report, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(15, 4.4))
+    for name in sorted({n for p in report["prefill"] for n in p["ms"]}):
+        line = [(p["T"], p["ms"][name]) for p in report["prefill"] if name in p["ms"]]
+        axes[0].loglog(*zip(*line), "o-" if "MSA" in name else "s--", label=name)
+    axes[0].set(title="reading a prompt, one layer", xlabel="tokens", ylabel="ms")
+    bottom = [0.0] * len(report["prefill"])
+    for phase in PHASES:
+        share = [100 * p["phases_ms"][phase] / (sum(p["phases_ms"].values()) or 1) for p in report["prefill"]]
+        axes[1].bar([f"{p['T']:,}" for p in report["prefill"]], share, bottom=bottom, label=phase)
+        bottom = [a + b for a, b in zip(bottom, share)]
+    axes[1].set(title="where MSA's time goes (bf16)", xlabel="tokens", ylabel="%")
+    axes[1].tick_params(axis="x", labelsize=7)
+    rows = report["decode"]
+    for i, B in enumerate(sorted({r["B"] for r in rows})):
+        for way, style in (("dense", "s--"), ("MSA", "o-"), ("MSA, FP8 index", "^:")):
+            line = [(S, us) for S in sorted({r["S"] for r in rows}) if (us := best(rows, B, S, way, report["shape"]["Hkv"]))]
+            if line:
+                axes[2].loglog(*zip(*line), style, color=f"C{i}", label=f"{way}, {B} rows")
+    axes[2].set(title="one new token a row, one layer, in a CUDA graph", xlabel="tokens in the cache", ylabel="microseconds")
+    for ax in axes:
+        ax.legend(fontsize=7)
+        ax.grid(alpha=0.3, which="both")
+    fig.tight_layout()
+    fig.savefig(path / "longcontext.png", dpi=130)
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4))
+    axes[0].barh(list(report["read_tbs"]), list(report["read_tbs"].values()))
+    axes[0].axvline(report["copy_tbs"], color="gray", ls="--", label="a large copy")
+    axes[0].set(title="reading half of the keys", xlabel="TB/s")
+    for what in ("tokens", "blocks", "blocks, ours"):
+        axes[1].loglog([r["S"] for r in report["topk_us"]], [r[what] for r in report["topk_us"]], "o-", label=f"top-k over {what}")
+    axes[1].set(title=f"choosing 2,048 tokens, or 16 blocks of 128; {report['topk_us'][0]['rows']} rows", xlabel="tokens", ylabel="microseconds")
+    for ax in axes:
+        ax.legend(fontsize=8)
+        ax.grid(alpha=0.3)
+    fig.tight_layout()
+    fig.savefig(path / "hardware.png", dpi=130)
+    plt.close("all")
+
+
+def long(report, lengths, batches, H, Hkv, D, block, K, out):
+    """Everything of --long: fills the report, prints the ratios, writes it and its plots to the folder `out`."""
+    table, report["prefill"], report["decode"] = Table(), [], []
+    for T in lengths:
+        ms, parts, kept = prefill(table, T, H, Hkv, D, block, K, T == lengths[-1])
+        report["prefill"].append({"T": T, "ms": ms, "phases_ms": parts, "fp8_keeps": kept})
+    rows = report["decode"]
+    print(f"{'one new token a row':34}{'B':>4}{'S':>10}{'Hkv':>5}{'launched us':>12}{'graph us':>12}{'TB/s':>10}")
+    for S in lengths:
+        for B in batches:
+            decode(rows, B, S, H, Hkv, D, block, K)
+    decode(rows, 1, lengths[-1], H, 2 * Hkv, D, block, K)  # MiniMax M2 has twice the KV heads: the other baseline
+    report["read_tbs"], report["topk_us"] = hardware(2**20 if GPU else 128, block, K, Hkv, D)
+    report["ratios"] = ratios = []
+    for p in report["prefill"]:
+        dense = min((ms for name, ms in p["ms"].items() if name.startswith("dense")), default=None)
+        for way in ("MSA", "MSA, FP8 index"):
+            if dense and way in p["ms"]:
+                ratios.append({"what": "prefill", "way": way, "T": p["T"], "dense_over_msa": dense / p["ms"][way]})
+    for S in lengths:
+        for B in batches:
+            dense = best(rows, B, S, "dense", Hkv)
+            for way in ("MSA", "MSA, FP8 index"):
+                if dense and (us := best(rows, B, S, way, Hkv)):
+                    ratios.append({"what": "decode", "way": way, "B": B, "S": S, "dense_over_msa": dense / us})
+                    if B == 1 and S == lengths[-1] and (wide := best(rows, 1, S, "dense", 2 * Hkv)):
+                        ratios[-1]["dense_of_twice_the_kv_heads_over_msa"] = wide / us
+    for r in ratios:
+        print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" if k in ("what", "way") else f"{k} {v:,}" for k, v in r.items()))
+    ahead = [r["T"] for r in ratios if r["what"] == "prefill" and r["way"] == "MSA" and r["dense_over_msa"] > 1]
+    print(f"prefill: MSA is faster from {min(ahead):,} tokens on, of those timed" if ahead else "prefill: dense is faster at every length timed")
+    for p in report["prefill"]:
+        if p["fp8_keeps"] is not None:
+            print(f"T {p['T']:,}: FP8 index keys keep {p['fp8_keeps']:.2%} of the blocks that bf16 chooses (random keys: near-ties abound)")
+    report["rows"] = table.rows
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "longcontext.json").write_text(json.dumps(report, indent=1))
+    plot_long(report, out)
+    print(f"wrote {out / 'longcontext.json'}, longcontext.png and hardware.png")
+
+
 def main():
     p = argparse.ArgumentParser(description="Time the kernels beside dense attention and public sparse kernels.")
-    p.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens in the sequence")
+    p.add_argument("--long", action="store_true", help="prefill and decode up to a million tokens")
+    p.add_argument("--lengths", type=int, nargs="+", help="tokens in the sequence; default 8K, 32K and 128K; with --long to 512K and 1M")
+    p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows to decode, with --long")
     p.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention and fla's parallel_nsa, too"
     )
-    p.add_argument("--out", default="results", help="folder for kernels.json and kernels.png")
+    p.add_argument("--out", default="results", help="folder for the results")
     p.add_argument("--tiny", action="store_true", help="a rehearsal at toy sizes, on the CPU if there is no GPU")
     args = p.parse_args()
     if not GPU and not args.tiny:
         p.exit(1, "bench.py needs a CUDA GPU (python bench.py --tiny rehearses on the CPU)\n")
     H, Hkv, D, block, K = (4, 2, 16, 16, 2) if args.tiny else (64, 4, 128, 128, 16)
-    lengths = [48, 80] if args.tiny else args.lengths
+    lengths = args.lengths or [2**13, 2**15, 2**17, *[2**19, 2**20][: 2 * args.long]]
+    lengths, batches = ([48, 80], [1, 2]) if args.tiny else (lengths, args.batches)
     torch.manual_seed(0)
     report = {
         "device": torch.cuda.get_device_name() if GPU else "CPU, interpreted",
@@ -275,6 +561,8 @@ def main():
     print(f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, {DTYPE}")
     print(f"{H} query heads in {Hkv} groups, dims {D}, blocks of {block}, {K} kept")
     print(f"ceilings: matrix product {report['product_tflops']:.0f} TFLOP/s, copy {report['copy_tbs']:.2f} TB/s")
+    if args.long:
+        return long(report, lengths, batches, H, Hkv, D, block, K, Path(args.out))
     table, totals = Table(), {}
     for T in lengths:
         x = [torch.randn(1, T, *s, device=DEVICE, dtype=DTYPE) for s in ((H, D), (Hkv, D), (Hkv, D), (H, D), (Hkv, D), (D,))]

@@ -9,6 +9,10 @@ G = H // Hkv heads in a group, D and Di head dims):
     sparse_attention   q [B,T,H,D], k and v [B,S,Hkv,D], ids               -> out [B,T,H,D], lse [B,H,T] chapters 2-4
     index_kl           q, k, lse, iq, ik, ids (None: everything visible)   -> the index branch's loss    chapter 5
 
+and for the few queries of a decoding step, which only memory holds up, the first two in another form, with dense attention beside:
+
+    dense_decode       q, k, v                                             -> out, lse over all keys     chapter 6
+
 What they mean, to the letter, is written in msa.py; here is how they are made fast. The numbers that steer every choice are
 those of one H200 at the released shape (B 1, H 64, Hkv 4, D = Di = 128, blocks of 128 keys, K = 16 blocks a query, bf16): 772
 TFLOP/s of matrix products and 4.28 TB/s of device memory, measured in the same run as every "measured" below (torch 2.11,
@@ -53,6 +57,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 BUDGET = 2**31  # bytes of temporary results at a time: two such buffers and some lists stay under 4 GB, whatever T is
 MAX_SEGMENT = 4096  # block scores that one program ranks in registers
 SMALL_CARD = 150_000  # bytes of shared memory below which tiles shrink
+FEW = 8  # queries a row up to which the kernels of chapter 6 run
+FP8 = torch.float8_e4m3fn
 SHARED_MEMORY = None  # bytes of shared memory a program may take; None: ask the device (a test sets 100 KB, as of consumer cards)
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -73,11 +79,13 @@ def _shared_memory_of(device):
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
-def supported(dtype=None, D=None, Di=None, block_size=None, topk=None, H=None, Hkv=None):
+def supported(dtype=None, D=None, Di=None, block_size=None, topk=None, H=None, Hkv=None, fp8=False):
     """None if the kernels can run such a shape, else a short reason; every argument is optional.
 
-    D and Di are head dims, topk the K of ids, H and Hkv the numbers of query and KV heads.
+    D and Di are head dims, topk the K of ids, H and Hkv the numbers of query and KV heads; fp8: are the index keys stored so?
     """
+    if fp8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        return "this card has no FP8 products"
     for name, dim in (("head dim", D), ("index dim", Di)):
         if dim is not None and dim not in (16, 32, 64, 128):
             return f"{name} {dim} is not 16, 32, 64 or 128"
@@ -124,6 +132,7 @@ def _check(named, lens, block_size, shapes):
         if name in shapes and tuple(x.shape) != tuple(shapes[name]):
             raise ValueError(f"{name} must have shape {list(shapes[name])}, not {list(x.shape)}")
         want = {"ids": torch.int32, "lse": torch.float32}.get(name) or named[twin.get(name, name)].dtype
+        want = FP8 if name == "ik" and x.dtype == FP8 else want
         if x.dtype != want:
             raise ValueError(f"{name} must be {want}, not {x.dtype}")
     if not 16 <= block_size <= 128:
@@ -189,13 +198,27 @@ def _store_best(s, row, j, live, NB, BM: tl.constexpr, NPB: tl.constexpr, BSP: t
         tl.store(row[:, None] + block[None, :], best, mask=live[:, None] & (block < NB)[None, :])
 
 
+@triton.jit
+def _to_fp8(x):
+    """x [M,Di] -> e4m3, each row stretched so that its largest entry is 448, the largest number there is: that changes no order.
+
+    Rounded to 4 significant bits by hand, because the interpreter's cast forgets the carry (7.9 would become 4).
+    """
+    x = x.to(tl.float32)
+    x = x * (448.0 / tl.maximum(tl.max(tl.abs(x), 1), 1e-30))[:, None]
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    return bits.to(tl.float32, bitcast=True).to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["t0", "Tc", "T", "S", "NB"])
-def score_kernel(iq, ik, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr,
-                 NPB: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def score_kernel(iq, ik, iks, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: tl.constexpr, BS: tl.constexpr,
+                 BSP: tl.constexpr, NPB: tl.constexpr, BM: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
     """scores [B*Hkv,Tc,NB] of the queries t0..t0+Tc: each block's best visible product. One program: BM queries of one group, all
     their blocks.
 
     NPB blocks of BS keys (padded to BSP columns) are multiplied at a time. Blocks after a tile's last query are left unwritten.
+    QUANT: ik is FP8 and iks [B,S] its scales.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see the most blocks: start with them
     bh = tl.program_id(1)
@@ -207,6 +230,8 @@ def score_kernel(iq, ik, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: 
     start = tl.load(lens + b) - T + t0  # position of the chunk's first query
     pos = start + r
     q = tl.load(iq + ((b * T + t0 + r)[:, None] * Hkv + bh % Hkv) * Di + d[None, :], mask=live[:, None], other=0.0)  # [BM,Di]
+    if QUANT:
+        q = _to_fp8(q)
     first = start + tile * BM
     last = start + tl.minimum(tile * BM + BM, Tc) - 1
     whole = tl.maximum(first + 1, 0) // (BS * NPB)  # steps in which every query sees every key: no mask
@@ -219,13 +244,18 @@ def score_kernel(iq, ik, lens, scores, t0, Tc, T, S, NB, Hkv: tl.constexpr, Di: 
         at = keys + j * (NPB * BS * Di)
         kk = tl.load(at) if BSP == BS else tl.load(at, mask=real[:, None], other=0.0)  # [NPB*BSP,Di]
         s = tl.dot(q, tl.trans(kk), input_precision="ieee")  # [BM,NPB*BSP]
+        if QUANT:
+            s *= tl.load(iks + b * S + j * (NPB * BS) + n, mask=real, other=0.0)[None, :]
         if BSP > BS:
             s = tl.where(real[None, :], s, float("-inf"))
         _store_best(s, row, j, live, NB, BM, NPB, BSP)
     for j in range(whole, steps):
         at = j * (NPB * BS) + n
-        kk = tl.load(keys + j * (NPB * BS * Di), mask=(real & (at <= last))[:, None], other=0.0)
+        there = real & (at <= last)
+        kk = tl.load(keys + j * (NPB * BS * Di), mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(kk), input_precision="ieee")
+        if QUANT:
+            s *= tl.load(iks + b * S + at, mask=there, other=0.0)[None, :]
         s = tl.where(real[None, :] & (at[None, :] <= pos[:, None]), s, float("-inf"))
         _store_best(s, row, j, live, NB, BM, NPB, BSP)
 
@@ -299,9 +329,13 @@ def topk_kernel(scores, candidates, lens, ids, t0, Tc, T, Tout, tout, NB, width,
 
 @torch.library.custom_op("nanom3::select_blocks", mutates_args=())
 @_on_its_device
-def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: int, lens: torch.Tensor | None) -> torch.Tensor:
+def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: int, lens: torch.Tensor | None,
+                   ik_scale: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     B, T, Hkv, Di = iq.shape
     S = ik.shape[1]
+    if 0 < T <= FEW and Hkv * T <= 128:
+        return _decode_select(iq, ik, block_size, topk, lens, ik_scale)
+    scale = ik if ik_scale is None else ik_scale.contiguous()  # not read if None
     iq, ik, lens = iq.contiguous(), ik.contiguous(), _lengths(lens, B, S, iq.device)
     NB = -(-S // block_size)
     KP = _pow2(topk)
@@ -309,18 +343,20 @@ def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: in
     BSP = _pow2(block_size, 16)
     small = _shared_memory() < SMALL_CARD or iq.dtype == torch.float32
     BM, NPB = (32, 1) if iq.dtype == torch.float32 else (64 if small else 128, 128 // BSP if BSP == block_size else 1)
+    stages = 1 if small else 2 if ik_scale is None else 3  # in FP8 3, and registers for two programs on a multiprocessor
     Tc = min(T, max(128, BUDGET // 2 // (4 * B * Hkv * NB) // 128 * 128))  # queries at a time
     scores = torch.empty(B * Hkv, Tc, NB, dtype=torch.float32, device=iq.device)
-    segments = -(-NB // MAX_SEGMENT)
-    N = max(_pow2(min(NB, MAX_SEGMENT)), KP)
-    width = segments * topk
-    _refuse(f"S = {S} has too many blocks of {block_size}" if segments > 1 and width > 16384 else None)
-    winners = torch.empty(B * Hkv, Tc, width, dtype=torch.int32, device=iq.device) if segments > 1 else ids
+    most = -(-NB // MAX_SEGMENT)
+    _refuse(f"S = {S} has too many blocks of {block_size}" if most > 1 and most * topk > 16384 else None)
+    winners = torch.empty(B * Hkv, Tc, most * topk, dtype=torch.int32, device=iq.device) if most > 1 else ids
     for t0 in range(0, T, Tc):
         n = min(Tc, T - t0)
-        score_kernel[(triton.cdiv(n, BM), B * Hkv)](iq, ik, lens, scores, t0, n, T, S, NB, Hkv, Di, block_size, BSP, NPB, BM,
-                                                    num_warps=4 if small else 8, num_stages=1 if small else 2)  # fmt: skip
-        seen = N if segments > 1 or S > T else min(N, max(KP, _pow2(-(-(t0 + n) // block_size))))  # early queries see few blocks
+        score_kernel[(triton.cdiv(n, BM), B * Hkv)](iq, ik, scale, lens, scores, t0, n, T, S, NB, Hkv, Di, block_size, BSP, NPB,
+                                                    BM, ik_scale is not None, num_warps=4 if small else 8, num_stages=stages,
+                                                    maxnreg=128 if stages == 3 else None)  # fmt: skip
+        seen = max(1, -(-(S - T + t0 + n) // block_size))  # early queries see few blocks
+        segments = -(-seen // MAX_SEGMENT)
+        width, seen = segments * topk, max(KP, _pow2(min(seen, MAX_SEGMENT)))
         R = max(1, 1024 // seen)
         out, Tout, tout = (winners, n, 0) if segments > 1 else (ids, T, t0)
         topk_kernel[(triton.cdiv(n, R), B * Hkv, segments)](scores, scores, lens, out, t0, n, T, Tout, tout, NB, 0, Hkv, topk, KP,
@@ -334,16 +370,20 @@ def _select_blocks(iq: torch.Tensor, ik: torch.Tensor, block_size: int, topk: in
 
 
 @_select_blocks.register_fake
-def _(iq, ik, block_size, topk, lens):
+def _(iq, ik, block_size, topk, lens, ik_scale=None):
     return iq.new_empty(iq.shape[0], iq.shape[2], iq.shape[1], topk, dtype=torch.int32)
 
 
 def select_blocks(iq, ik, block_size, topk, lens=None):
-    """iq [B,T,Hkv,Di], ik [B,S,Di] -> ids [B,Hkv,T,topk] int32: see msa.select_blocks. ValueError names the argument."""
+    """iq [B,T,Hkv,Di], ik [B,S,Di] or msa.quantize's pair (FP8 [B,S,Di], scales [B,S]) -> ids [B,Hkv,T,topk] int32: see
+    msa.select_blocks. ValueError names the argument."""
+    ik, scale = ik if isinstance(ik, tuple) else (ik, None)
     B, Di = iq.shape[0], iq.shape[3]
     _check({"iq": iq, "ik": ik}, lens, block_size, {"ik": (B, ik.shape[1], Di)})
-    _refuse(supported(iq.dtype, Di=Di, block_size=block_size, topk=topk))
-    return _select_blocks(iq.detach(), ik.detach(), block_size, topk, lens)
+    _refuse(supported(iq.dtype, Di=Di, block_size=block_size, topk=topk, fp8=scale is not None))
+    if (ik.dtype == FP8) != (scale is not None) or (scale is not None and tuple(scale.shape) != tuple(ik.shape[:2])):
+        raise ValueError(f"ik in FP8 comes as a pair with its scales [{B}, {ik.shape[1]}], ik in another dtype without")
+    return _select_blocks(iq.detach(), ik.detach(), block_size, topk, lens, scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -566,6 +606,8 @@ def _sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: to
                       lens: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, H, D = q.shape
     S, Hkv, K = k.shape[1], k.shape[2], ids.shape[3]
+    if 0 < T <= FEW:
+        return _decode_attention(q, k, v, ids, block_size, lens, scale)
     q, k, v, ids, lens = q.contiguous(), k.contiguous(), v.contiguous(), ids.contiguous(), _lengths(lens, B, S, q.device)
     G, GP, BSP, NB = H // Hkv, _pow2(H // Hkv), _pow2(block_size, 16), -(-S // block_size)
     M, QC, warps, stages = _tiles("attend", q.dtype, D, block_size)
@@ -1033,6 +1075,221 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None):
     _refuse(supported(q.dtype, D, Di, block_size, None if ids is None else ids.shape[3], H, Hkv))
     scale = D**-0.5 if scale is None else float(scale)
     return _index_kl(q.detach(), k.detach(), lse.detach(), iq, ik, ids, block_size, lens, scale)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Chapter 6: decoding
+#
+# One new token a row (or up to 8, of which some are guesses): almost no products, all bytes. At 1M keys a dense layer reads 2.1 GB
+# of K and V, 0.5 ms. MSA reads 268 MB of index keys, and of K and V 1 MB a group: 65 us, if nothing is read twice and nothing
+# waits. Three rules follow.
+# (a) The index key head is shared: a program fetches a block's index keys ONCE and multiplies them with the index queries of all
+#     groups and all T tokens together (4 x 1 rows, padded to the 16 that a tensor core takes). Each group by itself, as in
+#     chapter 1, would read them four times.
+# (b) Split-K: one query must keep a whole GPU busy, so its keys are dealt out to many programs. Attention's splits each write a
+#     partial output and its log-sum-exp, a second kernel takes their weighted mean.
+# (c) Few launches, none of which depends on what is in the GPU's memory: grids follow from B, T, K and the cache's capacity,
+#     programs beyond a row's length end at once, the host never waits. So a whole step can be recorded as one CUDA graph.
+# FP8 index keys (msa.quantize) halve the bytes: 138 MB with their scales.
+#
+# Floors at 1M, batch 1: index keys 65 us at 4.15 TB/s, in FP8 33 us; the kept K and V 1 us. Predicted: index scan 72 us (90% of the
+# copy rate), in FP8 38 us; the top-k of 4 rows of 8,192 and the two attention kernels wait for latency, not bytes: 6 us and 10 us.
+
+
+@triton.jit(do_not_specialize=["S", "NB"])
+def decode_score_kernel(iq, ik, iks, lens, scores, S, NB, T: tl.constexpr, Hkv: tl.constexpr, Di: tl.constexpr, BS: tl.constexpr,
+                        BSP: tl.constexpr, MP: tl.constexpr, RUN: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    """scores [B,Hkv,T,NB]. One program: RUN blocks of one row against all its Hkv * T index queries (padded to MP)."""
+    b = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * RUN
+    length = tl.minimum(tl.load(lens + b), S)
+    if first * BS >= length:
+        return
+    m = tl.arange(0, MP)
+    h = m // T
+    t = m % T
+    d = tl.arange(0, Di)
+    c = tl.arange(0, BSP)
+    live = m < Hkv * T
+    q = tl.load(iq + ((b * T + t) * Hkv + h)[:, None] * Di + d[None, :], mask=live[:, None], other=0.0)  # [MP,Di]
+    if QUANT:
+        q = _to_fp8(q)
+    to = scores + ((b * Hkv + h) * T + t) * NB
+    for j in range(first, tl.minimum(first + RUN, (length + BS - 1) // BS)):
+        n = tl.where(c < BS, j * BS + c, INT_MAX)
+        kk = tl.load(ik + (b * S + n)[:, None] * Di + d[None, :], mask=(n < length)[:, None], other=0.0)  # [BSP,Di]
+        if QUANT:
+            stretch = tl.load(iks + b * S + n, mask=n < length, other=0.0)
+        s = tl.dot(q, tl.trans(kk), input_precision="ieee")  # [MP,BSP]
+        if QUANT:
+            s *= stretch[None, :]
+        s = tl.where(n[None, :] <= (length - T + t)[:, None], s, float("-inf"))
+        tl.store(to + j, tl.max(s, 1), mask=live)
+
+
+def decode_topk(scores, lens, block_size, topk):
+    """scores [B,Hkv,T,NB] of blocks, lens [B] int32 -> ids [B,Hkv,T,topk]. One launch up to 8,192 blocks, two beyond."""
+    B, Hkv, T, NB = scores.shape
+    KP, most = _pow2(topk), 2 * MAX_SEGMENT  # few rows: many warps for each, and twice the blocks of chapter 1
+    segments, width = -(-NB // most), -(-NB // most) * topk
+    _refuse(f"{NB} blocks are too many" if segments > 1 and width > 16384 else None)
+    ids = torch.empty(B, Hkv, T, topk, dtype=torch.int32, device=scores.device)
+    winners = torch.empty(B, Hkv, T, width, dtype=torch.int32, device=scores.device) if segments > 1 else ids
+    passes = [(scores, winners, segments, 0, min(NB, most), False)]
+    if segments > 1:
+        passes.append((winners, ids, 1, width, width, True))
+    for candidates, to, n, width, columns, again in passes:
+        N = _pow2(columns, KP)
+        R = max(1, 1024 // N)
+        topk_kernel[(triton.cdiv(T, R), B * Hkv, n)](scores, candidates, lens, to, 0, T, T, T, 0, NB, width, Hkv, topk, KP,
+                                                     block_size, R, N, again, num_warps=16 if N > 2048 else 4)  # fmt: skip
+    return ids
+
+
+def _decode_select(iq, ik, block_size, topk, lens, ik_scale):
+    """_select_blocks for T <= FEW: ids [B,Hkv,T,topk]."""
+    B, T, Hkv, Di = iq.shape
+    S, device = ik.shape[1], iq.device
+    iq, ik, NB, BSP = iq.contiguous(), ik.contiguous(), -(-S // block_size), _pow2(block_size, 16)
+    lens = torch.full((B,), S, dtype=torch.int32, device=device) if lens is None else lens.to(device, torch.int32).contiguous()
+    scores = torch.empty(B, Hkv, T, NB, dtype=torch.float32, device=device)
+    run = min(8, _pow2(B * NB // 1024))  # about 1,000 programs, 8 a multiprocessor, or runs of 8 blocks: long enough to stream
+    slow = iq.dtype == torch.float32 or _shared_memory() < SMALL_CARD
+    scale = ik if ik_scale is None else ik_scale.contiguous()  # not read if None
+    decode_score_kernel[(B, triton.cdiv(NB, run))](iq, ik, scale, lens, scores, S, NB, T, Hkv, Di, block_size, BSP,
+                                                   _pow2(Hkv * T, 16), run, ik_scale is not None, num_warps=4,
+                                                   num_stages=1 if slow else 3)  # fmt: skip
+    return decode_topk(scores, lens, block_size, topk)
+
+
+@triton.jit(do_not_specialize=["T", "S", "K"])
+def decode_attend_kernel(q, k, v, ids, lens, partial, plse, T, S, K, scale, Hkv: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+                         D: tl.constexpr, KP: tl.constexpr, BS: tl.constexpr, BSP: tl.constexpr, PER: tl.constexpr,
+                         DENSE: tl.constexpr):  # fmt: skip
+    """One program: the G heads (padded to GP) of one query and group, on PER of its K blocks, of all blocks if DENSE.
+
+    -> its part of partial [B,Hkv,T,splits,G,D] fp32 and plse [B,Hkv,T,splits,G] (log2; LOW where nothing was visible).
+    """
+    x = tl.program_id(0)  # (b * Hkv + h) * T + t
+    first = tl.program_id(1) * PER
+    b = (x // T // Hkv).to(tl.int64)
+    h = x // T % Hkv
+    pos = tl.minimum(tl.load(lens + b), S) - T + x % T
+    last = tl.where(pos < 0, -1, pos // BS)  # the block it stands in
+    end = tl.minimum(first + PER, last + 1 if DENSE else K)
+    if first >= end:
+        return
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    c = tl.arange(0, BSP)
+    slot = tl.arange(0, KP)
+    mine = ids + x.to(tl.int64) * K
+    row = ((b * T + x % T) * Hkv + h) * G + g
+    qq = tl.load(q + row[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)  # [GP,D]
+    listed = tl.full([KP], -1, tl.int32)
+    if not DENSE:
+        listed = tl.load(mine + slot, mask=slot < K, other=-1)
+    m = tl.full([GP], LOW, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    for j in range(first, end):
+        block = j
+        if not DENSE:
+            block = tl.load(mine + j)
+            before = tl.sum(((listed == block) & (slot < j)).to(tl.int32), 0)
+            block = tl.where((block >= 0) & (block <= last) & (before == 0), block, -1)
+        n = tl.where((c < BS) & (block >= 0), block * BS + c, INT_MAX)
+        seen = n <= pos
+        at = ((b * S + n) * Hkv + h)[:, None] * D + d[None, :]
+        kk = tl.load(k + at, mask=seen[:, None], other=0.0)  # [BSP,D]
+        vv = tl.load(v + at, mask=seen[:, None], other=0.0)
+        s = tl.dot(qq, tl.trans(kk), input_precision="ieee") * (scale * LOG2E)  # [GP,BSP]
+        s = tl.where(seen[None, :], s, LOW)
+        new = tl.maximum(m, tl.max(s, 1))
+        p = tl.where(seen[None, :], tl.exp2(s - new[:, None]), 0.0)
+        fade = tl.exp2(m - new)
+        total = total * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None] + tl.dot(p.to(vv.dtype), vv, input_precision="ieee")
+        m = new
+    put = (x.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * G + g
+    some = tl.where(total > 0, total, 1.0)
+    tl.store(plse + put, tl.where(total > 0, m + tl.log2(some), LOW), mask=g < G)
+    tl.store(partial + put[:, None] * D + d[None, :], acc / some[:, None], mask=(g < G)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "S", "splits"])
+def decode_merge_kernel(partial, plse, lens, out, lse, T, S, splits, Hkv: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+                        BS: tl.constexpr, PER: tl.constexpr, C: tl.constexpr, DENSE: tl.constexpr):  # fmt: skip
+    """One program: the partial outputs of one query and head, C at a time, weighted by exp(their lse - the common lse)."""
+    x = tl.program_id(0)
+    g = tl.program_id(1)
+    b = (x // T // Hkv).to(tl.int64)
+    h = x // T % Hkv
+    pos = tl.minimum(tl.load(lens + b), S) - T + x % T
+    many = splits
+    if DENSE:
+        many = tl.where(pos < 0, 0, pos // BS // PER + 1)  # the others wrote nothing
+    d = tl.arange(0, D)
+    m = tl.full([1], LOW, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([D], tl.float32)
+    for i in range(0, many, C):
+        s = i + tl.arange(0, C)
+        at = (x.to(tl.int64) * splits + s) * G + g
+        z = tl.load(plse + at, mask=s < many, other=LOW)  # [C]
+        o = tl.load(partial + at[:, None] * D + d[None, :], mask=(s < many)[:, None], other=0.0)  # [C,D]
+        new = tl.maximum(m, tl.max(z, 0))
+        w = tl.where(z > LOW, tl.exp2(z - new), 0.0)
+        fade = tl.exp2(m - new)
+        acc = acc * fade + tl.sum(w[:, None] * o, 0)
+        total = total * fade + tl.sum(w, 0)
+        m = new
+    some = tl.where(total > 0, total, 1.0)
+    to = ((b * T + x % T) * Hkv + h) * G + g
+    tl.store(out + to * D + d, (acc / some).to(out.dtype.element_ty))
+    value = tl.where(total > 0, (m + tl.log2(some)) * LN2, float("-inf"))
+    tl.store(lse + ((b * Hkv + h) * G + g) * T + x % T + tl.arange(0, 1), value)
+
+
+def _decode_attention(q, k, v, ids, block_size, lens, scale):
+    """_sparse_attention for T <= FEW; ids None: all blocks."""
+    B, T, H, D = q.shape
+    S, Hkv, device = k.shape[1], k.shape[2], q.device
+    dense, G, X = ids is None, H // Hkv, B * Hkv * T
+    K = -(-S // block_size) if dense else ids.shape[3]
+    # Sparse: about 1,000 programs, of one block each if need be. Dense: about 500, for then the merge has few parts to read.
+    per = min(_pow2(K), _pow2(triton.cdiv(X * K, 512 if dense else 1024)))
+    splits = triton.cdiv(K, per)
+    q, k, v, ids = q.contiguous(), k.contiguous(), v.contiguous(), q if dense else ids.contiguous()
+    lens = torch.full((B,), S, dtype=torch.int32, device=device) if lens is None else lens.to(device, torch.int32).contiguous()
+    partial = torch.empty(X, splits, G, D, dtype=torch.float32, device=device)
+    plse = torch.empty(X, splits, G, dtype=torch.float32, device=device)
+    out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=device)
+    slow = q.dtype == torch.float32 or _shared_memory() < SMALL_CARD
+    decode_attend_kernel[(X, splits)](q, k, v, ids, lens, partial, plse, T, S, K, scale, Hkv, G, _pow2(G, 16), D,
+                                      1 if dense else _pow2(K), block_size, _pow2(block_size, 16), per, dense, num_warps=4,
+                                      num_stages=1 if slow else 3)  # fmt: skip
+    C = min(64, _pow2(splits))  # parts at a time
+    decode_merge_kernel[(X, G)](partial, plse, lens, out, lse, T, S, splits, Hkv, G, D, block_size, per, C, dense)
+    return out, lse
+
+
+@_on_its_device
+def _dense_decode(q, k, v, lens, scale):
+    return _decode_attention(q, k, v, None, 128 if q.dtype != torch.float32 else 32, lens, scale)
+
+
+def dense_decode(q, k, v, lens=None, scale=None):
+    """At most FEW queries a row, attention to everything visible: see msa.dense_attention. No gradient. ValueError names the argument.
+
+    q [B,T,H,D], k and v [B,S,Hkv,D] -> out [B,T,H,D], lse [B,H,T].
+    """
+    B, T, H, D = q.shape
+    S, Hkv = k.shape[1], k.shape[2]
+    _check({"q": q, "k": k, "v": v}, lens, 128, {"k": (B, S, Hkv, D), "v": (B, S, Hkv, D)})
+    _refuse(supported(q.dtype, D, H=H, Hkv=Hkv))
+    _refuse(None if 0 < T <= FEW else f"q has {T} positions: decoding takes 1 to {FEW}")
+    return _dense_decode(q.detach(), k.detach(), v.detach(), lens, D**-0.5 if scale is None else float(scale))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from msa import MSA, RMSNorm
+from msa import FEW, FP8, MSA, RMSNorm, quantize
 from vit3d import Projector, ViT, ViTConfig
 
 
@@ -279,14 +279,19 @@ class Cache:
     """Preallocated keys, values and index keys of every layer, for `batch` rows of up to `capacity` positions.
 
     k[layer], v[layer] [B,S,Hkv,D]; ik[layer] [B,S,Di] or None; lens [B] int32 valid positions a row. Memory is taken at the
-    first append, in the dtype and on the device of what is appended; what lies beyond lens is never read. `longest`, the
-    longest row, is kept on the host, so that checking the capacity never waits for the device.
+    first append, in the dtype and on the device of what is appended; what lies beyond lens is never read. index_dtype "fp8"
+    keeps the index keys as msa.quantize's pair, in half the memory: ik[layer] holds the values, scale[layer] [B,S] the scales.
+
+    In decoding everything is written in place and nothing asks the device for a number, so that a step can be recorded as a CUDA
+    graph: `longest`, the longest row, is kept on the host for checking the capacity.
     """
 
-    def __init__(self, config, batch, capacity):
+    def __init__(self, config, batch, capacity, index_dtype="bf16"):
+        if index_dtype not in ("bf16", "fp8"):
+            raise ValueError(f'index_dtype must be "bf16" (as computed) or "fp8", not {index_dtype!r}')
         n = config.num_hidden_layers
-        self.batch, self.capacity, self.longest = batch, capacity, 0
-        self.k, self.v, self.ik = [None] * n, [None] * n, [None] * n
+        self.batch, self.capacity, self.longest, self.fp8 = batch, capacity, 0, index_dtype == "fp8"
+        self.k, self.v, self.ik, self.scale = [None] * n, [None] * n, [None] * n, [None] * n
         self.lens = torch.zeros(batch, dtype=torch.int32)
 
     def check(self, B, T):
@@ -297,36 +302,52 @@ class Cache:
             raise ValueError(f"the cache holds {self.capacity} positions, {self.longest + T} are needed")
 
     def append(self, layer, k, v, ik=None):
-        """Write T new positions of every row behind its lens -> the whole k, v, ik and lens + T (lens moves in `advance`)."""
+        """Write T new positions of every row behind its lens -> k, v, ik (or its FP8 pair) up to and with them, and the lens [B]
+        they then have (lens moves in `advance`).
+
+        A prompt of a single row gets views that end with its last position, and lens None: nothing need look past it.
+        """
         B, T = k.shape[:2]
-        if self.k[layer] is None:
-            new = lambda x: None if x is None else x.new_zeros(B, self.capacity, *x.shape[2:])
-            self.k[layer], self.v[layer], self.ik[layer] = new(k), new(v), new(ik)
+        ik, scale = quantize(ik) if self.fp8 and ik is not None else (ik, None)
         rows = torch.arange(B, device=k.device)[:, None]
         at = self.lens.long()[:, None] + torch.arange(T, device=k.device)  # [B,T]
-        for store, x in ((self.k, k), (self.v, v), (self.ik, ik)):
+        alone = B == 1 and T > FEW
+        now = []
+        for store, x in ((self.k, k), (self.v, v), (self.ik, ik), (self.scale, scale)):
             if x is not None:
-                store[layer][rows, at] = x
-        return self.k[layer], self.v[layer], self.ik[layer], self.lens + T
+                if store[layer] is None:
+                    store[layer] = x.new_zeros(B, self.capacity, *x.shape[2:])
+                plain(store[layer])[rows, at] = plain(x)
+            now.append(store[layer][:, : self.longest + T] if alone and x is not None else store[layer])
+        k, v, ik, scale = now
+        return k, v, ik if scale is None else (ik, scale), None if alone else self.lens + T
 
     def advance(self, T):
         """All layers have written: T more positions count."""
-        self.lens, self.longest = self.lens + T, self.longest + T
+        self.lens += T
+        self.longest += T
 
     def truncate(self, lens):
         """Forget everything from position lens[b] on, row by row (lens [B], or one number for all)."""
         lens = torch.as_tensor(lens, dtype=torch.int32, device=self.lens.device).expand(self.batch)
         if (lens > self.lens).any() or (lens < 0).any():
             raise ValueError(f"truncate to {lens.tolist()}: rows hold {self.lens.tolist()}")
-        self.lens, self.longest = lens.clone(), int(lens.max())
+        self.lens.copy_(lens.clone())
+        self.longest = int(lens.max())
 
     def select(self, rows):
         """Keep these rows, in this order; a row may be repeated (one prompt, many samples)."""
         rows = torch.as_tensor(rows, device=self.lens.device)
-        for store in (self.k, self.v, self.ik):
+        for store in (self.k, self.v, self.ik, self.scale):
             for i, x in enumerate(store):
-                store[i] = None if x is None else x[rows.to(x.device)]
+                store[i] = None if x is None else plain(x)[rows.to(x.device)].view(x.dtype)
         self.lens, self.batch = self.lens[rows], len(rows)
+        self.longest = int(self.lens.max())
+
+
+def plain(x):
+    """FP8 as bytes: not every indexing of torch knows FP8."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -419,11 +440,19 @@ class M3(nn.Module):
         warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual
         tokens differ in number, or the cache would overflow; nothing is written then.
         """
-        c = self.config
-        B, T = tokens.shape
         if cache is not None:
-            cache.check(B, T)
-        x = self.embed(tokens, patches, grids)
+            cache.check(*tokens.shape)
+        x, kl = self.trunk(self.embed(tokens, patches, grids), cache, warmup)
+        if targets is None:
+            return M3Output(self.lm_head(self.norm(x[:, -1:] if last_only else x)), None, None, kl)
+        total, n = chunked_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten())
+        lm_loss = total / max(1, n)  # no targets at all: a loss of 0, not NaN
+        return M3Output(None, lm_loss + self.config.index_kl_coef * kl, lm_loss, kl)
+
+    def trunk(self, x, cache=None, warmup=False):
+        """All layers: embeddings [B,T,C] -> hidden state [B,T,C] before the last norm, index KL."""
+        c = self.config
+        T = x.shape[1]
         pos = torch.arange(T, device=x.device)[None]  # [1,T]
         if cache is not None:
             cache.lens = cache.lens.to(x.device)
@@ -440,11 +469,27 @@ class M3(nn.Module):
             kl = kl + layer_kl
         if cache is not None:
             cache.advance(T)
-        if targets is None:
-            return M3Output(self.lm_head(self.norm(x[:, -1:] if last_only else x)), None, None, kl)
-        total, n = chunked_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten())
-        lm_loss = total / max(1, n)  # no targets at all: a loss of 0, not NaN
-        return M3Output(None, lm_loss + c.index_kl_coef * kl, lm_loss, kl)
+        return x, kl
+
+    def prefill(self, tokens, cache, patches=None, grids=None, chunk=8192):
+        """Read a prompt [B,T] into the cache, `chunk` tokens at a time -> logits [B,V] of what follows it.
+
+        The same as one forward, in memory for the cache, the prompt's embeddings [B,T,C] and what a chunk needs. Raises what
+        forward raises, with nothing written.
+        """
+        cache.check(*tokens.shape)
+        for x in self.embed(tokens, patches, grids).split(chunk, dim=1):
+            x, _ = self.trunk(x, cache)
+        return self.lm_head(self.norm(x[:, -1]))
+
+    def step(self, tokens, cache):
+        """Tokens [B,T] on the model's device, none of them a placeholder -> logits [B,V] of what follows them.
+
+        What forward does with them, but nothing here waits for the host, nor looks at the tokens: it can be recorded as a CUDA graph.
+        """
+        cache.check(*tokens.shape)
+        x, _ = self.trunk(self.embed_tokens(tokens), cache)
+        return self.lm_head(self.norm(x[:, -1]))
 
     @torch.no_grad()
     def balance(self, rate):

@@ -26,7 +26,10 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
+FEW = 8  # queries a row up to which a call is a decoding step, with kernels of its own
+FP8 = torch.float8_e4m3fn
 ATTENTION = ("msa", "dense", "shared", "token", "local", "random")  # what config.attention may be, see MSA.select
 
 
@@ -141,30 +144,47 @@ def pick_blocks(scores, pos, block_size, topk):
     return ids.int()
 
 
+def quantize(x):
+    """x [..., Di] -> a pair: FP8 (e4m3) values [..., Di] and fp32 scales [...], one a vector, with x = values * scales within 1/16.
+
+    Why a scale for every token and not for every block: blocks fill token by token, and this way what is written stays as it is. A
+    block's scale would change with a later, larger token, and all of the block would have to be rounded again. It costs 4 bytes
+    beside Di = 128. The largest entry becomes 448, the largest number of e4m3.
+    """
+    x = x.float()
+    stretch = 448.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return (x * stretch).to(FP8), (1.0 / stretch).squeeze(-1)
+
+
 @_fp32
 def select_blocks(iq, ik, block_size, topk, lens=None, backend=None):
     """The block ids each query keeps, one selection per KV group (paper eq. 4-6; released MiniMaxM3VLIndexer).
 
     iq [B,T,Hkv,Di], ik [B,S,Di] -> ids [B,Hkv,T,topk] int32, valid ids first, -1 after. No gradient flows.
     A token's score is iq . ik (the 1 / sqrt(Di) of the loss does not change the order); a block's is the max over its visible tokens.
+    ik may also be quantize(ik); the queries are then rounded to FP8 as well, each with a scale of its own, which changes no order.
     NaN ranks lowest. Raises ValueError if block_size or topk is not positive, or T > S.
     """
     if block_size < 1 or topk < 1:
         raise ValueError(f"block_size and topk must be positive, not {block_size} and {topk}")
-    _check(iq, ik, lens, "iq")
-    iq, ik = iq.detach(), ik.detach()
+    fp8 = isinstance(ik, tuple)
+    keys, scales = ik if fp8 else (ik, None)
+    _check(iq, keys, lens, "iq")
     B, T, Hkv, Di = iq.shape
-    S = ik.shape[1]
-    fast = _kernels(backend, iq, D=Di, block_size=block_size, topk=topk)
+    S = keys.shape[1]
+    fast = _kernels(backend, iq, D=Di, block_size=block_size, topk=topk, fp8=fp8)
     if fast is not None:
         return fast.select_blocks(iq, ik, block_size, topk, lens)
+    iq, ik = iq.detach().float(), keys.detach().float()
+    if fp8:
+        iq, ik = quantize(iq)[0].float(), ik * scales[..., None]
     pos = query_positions(B, T, S, lens, iq.device)  # [B,T]
     nb = -(-S // block_size)
     step = max(1, 2**24 // (B * Hkv * S))  # query rows at a time, so that T x S scores never stand in memory at once
     chunks = []
     for t in range(0, T, step):
         p = pos[:, t : t + step]
-        s = torch.einsum("bthd,bsd->bhts", iq[:, t : t + step].float(), ik.float())  # [B,Hkv,t,S] token scores
+        s = torch.einsum("bthd,bsd->bhts", iq[:, t : t + step], ik)  # [B,Hkv,t,S] token scores
         s = s.nan_to_num(nan=torch.finfo(s.dtype).min, posinf=torch.finfo(s.dtype).max)
         s = s.masked_fill(torch.arange(S, device=s.device) > p[:, None, :, None], float("-inf"))
         s = F.pad(s, (0, nb * block_size - S), value=float("-inf"))
@@ -283,18 +303,32 @@ def dense_attention(q, k, v, lens=None, scale=None):
     return _attend(q, k, v, None, 1, lens, scale)
 
 
-def full_attention(q, k, v, lens=None):
-    """What dense_attention computes, without the lse, through torch's fastest scaled_dot_product_attention. -> [B,T,H,D]"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,D], [B,Hkv,S,D]
-    if lens is None and q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    B, T, S = q.shape[0], q.shape[2], k.shape[2]
-    pos = query_positions(B, T, S, lens, q.device)
-    ok = torch.arange(S, device=q.device) <= pos[:, None, :, None]  # [B,1,T,S]
+def full_attention(q, k, v, lens=None, backend=None):
+    """What dense_attention computes, without the lse, as fast as can be: scaled_dot_product_attention, or our split-K kernel in
+    decoding. -> [B,T,H,D]. Memory beyond the output: none on CUDA when all rows are full (lens None); else 2^28 / S queries'
+    masks at a time, and copies of k and v.
+    """
+    B, T, S = q.shape[0], q.shape[1], k.shape[1]
+    whole = lens is None and T == S
+    if T <= FEW and not whole and not (torch.is_grad_enabled() and q.requires_grad):
+        fast = _kernels(backend, q, D=q.shape[3], H=q.shape[2], Hkv=k.shape[2])
+        if fast is not None:
+            return fast.dense_decode(q, k, v, lens)[0]
     if lens is not None:
-        k, v = (_blank_tail(x.transpose(1, 2), lens).transpose(1, 2) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=ok | (pos < 0)[:, None, :, None], enable_gqa=True)
-    return out.masked_fill((pos < 0)[:, None, :, None], 0.0).transpose(1, 2)
+        k, v = _blank_tail(k, lens), _blank_tail(v, lens)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B,H,T,D], [B,Hkv,S,D]
+    if whole:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    if lens is None and q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, S), enable_gqa=True).transpose(1, 2)
+    pos = query_positions(B, T, S, lens, q.device)
+    outs, step = [], max(1, 2**28 // (B * S))
+    for x, p in zip(q.split(step, dim=2), pos.split(step, dim=1)):
+        ok = torch.arange(S, device=q.device) <= p[:, None, :, None]  # [B,1,t,S]
+        nowhere = (p < 0)[:, None, :, None]
+        out = F.scaled_dot_product_attention(x, k, v, attn_mask=ok | nowhere, enable_gqa=True)
+        outs.append(out.masked_fill(nowhere, 0.0))
+    return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -440,7 +474,7 @@ class MSA(nn.Module):
         kl = torch.zeros((), device=x.device)
         ids = None
         if self.kind == "dense":
-            out = full_attention(q, k, v, lens)
+            out = full_attention(q, k, v, lens, self.backend)
         elif warmup:
             out, lse = dense_attention(q, k, v, lens)
             if learn:

@@ -6,6 +6,10 @@
     python sample.py --image cat.png --prompt "what is on the left?"      ask about it
     python sample.py --clip frames/ or anim.gif                 describe a clip
     python sample.py --image cat.png --attention_map map.png    where each generated word looks
+    python sample.py --prompt "x" --num_samples 8 --temperature 1    eight answers as one batch: the prompt is read once
+
+A prompt is read `--prefill_chunk` tokens at a time, so its length is bounded by the cache alone. On a GPU with bf16 the matrices are
+cast to bf16 once, and one decoding step is recorded as a CUDA graph: a token is then one launch instead of several hundred.
 """
 
 import argparse
@@ -29,6 +33,8 @@ def parse(argv=None):
     p.add_argument("--max_tokens", type=int, default=200, help="stop after this many tokens")
     p.add_argument("--num_samples", type=int, default=1, help="answers to the same prompt, drawn side by side")
     p.add_argument("--max_context", type=int, help="most tokens of prompt and answer together; default what the model was trained with")
+    p.add_argument("--prefill_chunk", type=int, default=8192, help="tokens of the prompt to read at a time: less takes less memory")
+    p.add_argument("--index_dtype", choices=["bf16", "fp8"], default="bf16", help="how the cache keeps index keys; fp8 takes half the memory")
     p.add_argument("--attention_map", metavar="PNG", help="draw where each generated word looks in the pictures")
     p.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: the best there is")
     p.add_argument("--out", default=None, metavar="PNG", help="the showcase's contact sheet; default showcase.png beside the checkpoint")
@@ -38,9 +44,9 @@ def parse(argv=None):
 def pick(logits, temperature, top_k, generator, banned=()):
     """One token per row from logits [n,V]: argmax at temperature 0 (or too small to divide by), else a draw from the top_k (0: all).
     `banned` ids are never taken: a placeholder without a picture would have no meaning."""
-    import torch
-
-    logits = logits.float().index_fill(-1, torch.tensor(banned, dtype=torch.long, device=logits.device), float("-inf"))
+    logits = logits.float().clone()
+    for token in banned:
+        logits[:, token] = float("-inf")
     if temperature < 1e-6:
         return logits.argmax(-1)  # [n]
     logits = logits / temperature
@@ -50,11 +56,50 @@ def pick(logits, temperature, top_k, generator, banned=()):
     return logits.softmax(-1).multinomial(1, generator=generator).squeeze(1)
 
 
-def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperature=0.0, top_k=0, seed=1337, num_samples=1, stop=None, capacity=None):
+def autocast(model):
+    """The precision that `load` chose: bf16 products if the matrices are bf16, as in training."""
+    import torch
+
+    weight = model.lm_head.weight
+    return torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16, cache_enabled=False)
+
+
+def record(model, cache):
+    """model.step as a CUDA graph: -> a function from the new tokens [n] to the next logits [n,V]. Everything it reads and writes
+    stays where it is: one buffer for the tokens, the preallocated cache with its lens, one buffer for the logits."""
+    import torch
+
+    tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=cache.lens.device)
+    before, longest, side = cache.lens.clone(), cache.longest, torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), autocast(model):
+        for _ in range(2):  # compiles the kernels; what it writes lies beyond lens
+            model.step(tokens, cache)
+            cache.truncate(before)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), autocast(model):
+        logits = model.step(tokens, cache)
+    cache.longest = longest  # recorded, not run
+
+    def step(new):
+        tokens.copy_(new[:, None])
+        graph.replay()
+        cache.longest += 1  # what the host does in Cache.advance
+        return logits
+
+    return step
+
+
+def generate(
+    model, tokens, patches=None, grids=None, max_tokens=200, temperature=0.0, top_k=0, seed=1337, num_samples=1, stop=None, capacity=None,
+    chunk=8192, index_dtype="bf16", graph=False,
+):  # fmt: skip
     """Yield one list of num_samples token ids after the other. A row that has produced `stop` yields None from then on.
 
     tokens: the prompt, a list of ids; patches [N,P] float and grids [n,3]: its pictures and clips in the order of their placeholders.
-    The prompt runs once, for one row; its keys, values and index keys are then shared out to the num_samples rows of the cache.
+    The prompt runs once, `chunk` tokens at a time, for one row; its keys, values and index keys are then shared out to the
+    num_samples rows of the cache. graph: record the decoding step (CUDA only; takes about as long as some tens of steps).
     Raises ValueError on an empty prompt, or one that with max_tokens exceeds `capacity` (default: exactly what is needed).
     """
     import torch
@@ -63,19 +108,22 @@ def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperatur
 
     if not tokens:
         raise ValueError("the prompt is empty")
-    if not 0 <= temperature < math.inf or top_k < 0 or max_tokens < 1 or num_samples < 1:
-        raise ValueError(f"temperature {temperature} and top_k {top_k} must be finite and not negative, max_tokens {max_tokens} and samples {num_samples} at least 1")
+    if not 0 <= temperature < math.inf or top_k < 0 or max_tokens < 1 or num_samples < 1 or chunk < 1:
+        raise ValueError(
+            f"temperature {temperature} and top_k {top_k} must be finite and not negative, "
+            f"max_tokens {max_tokens}, samples {num_samples} and chunk {chunk} at least 1"
+        )
     capacity = capacity or len(tokens) + max_tokens
     if len(tokens) >= capacity:
         raise ValueError(f"the prompt has {len(tokens)} tokens and the context holds {capacity}: nothing can be added")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     with torch.inference_mode():
-        cache = Cache(model.config, 1, capacity)
-        x = torch.tensor([tokens], device=device)
-        logits = model(x, patches=patches, grids=grids, cache=cache, last_only=True).logits[:, -1]  # [1,V]
-        cache.select(torch.zeros(num_samples, dtype=torch.long, device=device))
-        logits = logits.expand(num_samples, -1)
+        cache = Cache(model.config, 1, capacity, index_dtype)
+        with autocast(model):  # the tokens stay on the CPU, where counting placeholders is free
+            logits = model.prefill(torch.tensor([tokens]), cache, patches, grids, chunk)  # [1,V]
+        cache.select([0] * num_samples)
+        logits, step = logits.expand(num_samples, -1), None
         alive = [True] * num_samples
         for i in range(min(max_tokens, capacity - len(tokens))):
             new = pick(logits, temperature, top_k, generator, (model.config.image_token_id, model.config.video_token_id))  # [n]
@@ -84,7 +132,12 @@ def generate(model, tokens, patches=None, grids=None, max_tokens=200, temperatur
             yield [t if a else None for a, t in zip(alive, ids)]
             if not any(alive) or len(tokens) + i + 1 >= capacity:
                 return
-            logits = model(new[:, None], cache=cache, last_only=True).logits[:, -1]
+            if graph:
+                step = step or record(model, cache)
+                logits = step(new)
+            else:
+                with autocast(model):
+                    logits = model.step(new[:, None], cache)
 
 
 class Stream:
@@ -136,7 +189,13 @@ def load(path=None, device=None):
         raise ValueError("--device cuda: this torch sees no CUDA device")
     device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     settings |= {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
-    return model.to(device).eval(), tok, prep, settings
+    model = model.to(device).eval()
+    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        for m in model.modules():  # autocast would do it again for every token; embedding, norms and router stay as trained
+            if isinstance(m, (torch.nn.Linear, m3.Experts)):
+                for p in m.parameters():
+                    p.data = p.data.bfloat16() if p is not model.embed_tokens.weight else p.data
+    return model, tok, prep, settings
 
 
 def newest():
@@ -239,7 +298,7 @@ def attention_map(model, tok, prep, ids, patches, grids, clips, new, out):
     for m in layers:
         m.probe = probe
     device = next(model.parameters()).device
-    with torch.inference_mode():  # position j predicts token j + 1, so the last generated token is not fed in
+    with torch.inference_mode(), autocast(model):  # position j predicts token j + 1, so the last generated token is not fed in
         model(torch.tensor([ids + new[:-1]], device=device), patches=patches, grids=grids)
     for m in layers:
         m.probe = None
@@ -273,8 +332,8 @@ def main(argv=None):
     args = parse(argv)
     import data
 
-    if not 0 <= args.temperature < math.inf or args.top_k < 0 or args.max_tokens < 1 or args.num_samples < 1:
-        raise ValueError("--temperature and --top_k must be finite and not negative, --max_tokens and --num_samples at least 1")
+    if not 0 <= args.temperature < math.inf or args.top_k < 0 or min(args.max_tokens, args.num_samples, args.prefill_chunk) < 1:
+        raise ValueError("--temperature and --top_k must be finite and not negative, --max_tokens, --num_samples and --prefill_chunk at least 1")
     if not 0 <= args.seed < 2**63 or (args.max_context is not None and args.max_context < 1):
         raise ValueError("--seed must not be negative and --max_context at least 1")
     for name, path in (("--attention_map", args.attention_map), ("--out", args.out)):
@@ -294,17 +353,18 @@ def main(argv=None):
     if len(ids) >= capacity:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
     streams = [Stream(tok) for _ in range(args.num_samples)]
-    texts, made, began, first, new = [""] * args.num_samples, 0, time.perf_counter(), None, []
+    texts, made, began, times, new = [""] * args.num_samples, [], time.perf_counter(), [], []
     if args.prompt and not clips:
         print(args.prompt, end="", flush=True)
     for step in generate(
-        model, ids, patches, grids, min(args.max_tokens, capacity - len(ids)), args.temperature, args.top_k, args.seed, args.num_samples, tok.eod
-    ):
-        first = first or time.perf_counter() - began
+        model, ids, patches, grids, min(args.max_tokens, capacity - len(ids)), args.temperature, args.top_k, args.seed, args.num_samples, tok.eod,
+        chunk=args.prefill_chunk, index_dtype=args.index_dtype, graph=model.lm_head.weight.element_size() == 2,
+    ):  # fmt: skip
+        times.append(time.perf_counter() - began)
+        made.append(sum(t is not None for t in step))
         for i, t in enumerate(step):
             if t is None:
                 continue
-            made += 1
             piece = streams[i]([t])
             texts[i] += piece
             if i == 0:
@@ -317,9 +377,11 @@ def main(argv=None):
             print(tail)
         else:
             print(f"--- sample {i + 1}\n{(args.prompt if args.prompt and not clips else '') or ''}{texts[i]}")
-    seconds = time.perf_counter() - began
-    if first is not None:
-        print(f"[{len(ids)} prompt tokens, first token after {first * 1e3:.0f} ms, {made / seconds:.1f} tokens/s]", file=sys.stderr)
+    if times:
+        said = f"{len(ids):,} prompt tokens, first token after {times[0] * 1e3:.0f} ms"
+        if len(times) > 2:  # the second step also compiles and records
+            said += f", then {sum(made[2:]) / (times[-1] - times[1]):.1f} tokens/s"
+        print(f"[{said}]", file=sys.stderr)
     if args.attention_map and not new:
         print("the model ended its answer at once: no word to draw an attention map of", file=sys.stderr)
     elif args.attention_map:

@@ -5,7 +5,7 @@
     python test_all.py -k kernel -s     the kernels against the reference, with every error ratio printed
 
 Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the released architecture and their own promises; 4 data;
-5 training end to end; 6 sampling. A test's docstring names the mistake it guards against.
+5 training end to end; 6 sampling; 7 decoding and long contexts. A test's docstring names the mistake it guards against.
 """
 
 import contextlib
@@ -2783,6 +2783,266 @@ def test_sample_command(trained, tmp_path):
     ):
         code, printed = call("sample.py", *flags)
         assert code and said in printed and "Traceback" not in printed, (flags, printed)
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 7. Decoding and long contexts
+
+
+def decode_agrees(case, seed=0, fp8=False, dtype=torch.float32):
+    """Selection, sparse and dense attention of a few queries a row against the fp32 reference, memory beyond lens poisoned."""
+    B, T, S, H, Hkv, D, Di, block, K, lens = case
+    q, k, v, iq, ik, lens = make(B, T, S, H, Hkv, D, Di, lens, dtype, seed)
+    f = [x.float() for x in (q, k, v, iq, ik)]
+    keys, wanted = (msa.quantize(ik), msa.quantize(f[4])) if fp8 else (ik, f[4])
+    ids = kernels.select_blocks(iq, keys, block, K, lens)
+    same = selections_agree(ids, msa.select_blocks(f[3], wanted, block, K, lens, backend="torch"))
+    print(f"{case}: {same:.2%} of the selections equal")
+    assert same == 1 if DEVICE == "cpu" else same > 0.99
+    for name, got, want in (
+        ("sparse", kernels.sparse_attention(q, k, v, ids, block, lens), msa.sparse_attention(*f[:3], ids, block, lens, backend="torch")),
+        ("dense", kernels.dense_decode(q, k, v, lens), msa._attend(*f[:3], None, 1, lens, None)),
+    ):
+        some = want[1].isfinite()
+        assert (some == got[1].isfinite()).all() and not got[0].transpose(1, 2)[~some].any() and got[0].dtype == dtype
+        limit = 1e-4 if dtype == torch.float32 else 1e-2
+        assert ratio(f"{name} out", got[0], want[0]) < limit and ratio(f"{name} lse", got[1][some], want[1][some]) < limit
+    return ids
+
+
+@pytest.mark.parametrize(("T", "fp8"), [(1, False), (2, True), (4, False), (8, True)])
+def test_decode_kernels(T, fp8):
+    """Rows of different lengths, an empty row, a row shorter than T, the edge of a block, an unfilled last block, G padded to 16."""
+    lens = [65, 64, 0, 3] if T < 4 else [65, 3]
+    decode_agrees((len(lens), T, 66, 6, 2, 16, 32, 16, 3, lens), fp8=fp8)
+    if T == 2:
+        decode_agrees((1, T, 50, 2, 1, 16, 16, 24, 2, None), fp8=fp8)  # a block that is no power of two, lens not given
+
+
+def test_decode_splits_of_several_blocks(monkeypatch):
+    """With many rows a program takes several blocks, and there are several splits to merge, some of them empty."""
+    seen = []
+    pow2 = kernels._pow2
+    monkeypatch.setattr(kernels, "_pow2", lambda n, least=1: seen.append(n) or pow2(n, least))
+    monkeypatch.setattr(kernels.triton, "cdiv", lambda a, b: 3 if b in (512, 1024) else -(-a // b))
+    decode_agrees((2, 1, 160, 4, 2, 16, 16, 16, 7, [160, 70]))
+    assert 3 in seen
+
+
+def test_decode_bad_ids_are_harmless():
+    """Future, repeated, missing and absurd ids of a decoding step, and a row of -1 alone: 0 and -inf, not NaN."""
+    q, k, v, _, _, lens = make(2, 2, 64, 4, 2, 16, 16, [40, 64])
+    ids = torch.tensor([[1, 1, 0], [3, -1, 2**31 - 1], [-1, -1, -1], [0, 2, -(2**31)]], dtype=torch.int32, device=DEVICE)
+    ids = ids.view(2, 2, 1, 3).expand(2, 2, 2, 3).contiguous()
+    got, want = kernels.sparse_attention(q, k, v, ids, 16, lens), msa.sparse_attention(q, k, v, ids, 16, lens, backend="torch")
+    some = want[1].isfinite()
+    assert ratio("out", got[0], want[0]) < 1e-5 and (some == got[1].isfinite()).all() and not some.all()
+    assert ratio("lse", got[1][some], want[1][some]) < 1e-5
+
+
+def test_decode_past_4096_blocks(monkeypatch):
+    """A cache of more blocks than chapter 1 ranks at once: in one segment; then in three, whose winners are ranked again."""
+    scores = torch.randn(1, 2, 1, 4100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    lens = torch.tensor([4099 * 16 + 3], dtype=torch.int32, device=DEVICE)
+    want = msa.pick_blocks(scores, lens[:, None] - 1, 16, 5)
+    for segment in (4096, 1024):
+        monkeypatch.setattr(kernels, "MAX_SEGMENT", segment)
+        got = kernels.decode_topk(scores, lens, 16, 5)
+        assert selections_agree(got, want) == 1 and (got == 4099).any(-1).all()
+
+
+def test_decode_selection_in_segments(monkeypatch):
+    """The same from index queries and keys, with a short row in the batch and several queries."""
+    monkeypatch.setattr(kernels, "MAX_SEGMENT", 4)
+    _, _, _, iq, ik, lens = make(2, 2, 400, 2, 2, 16, 16, [390, 40])
+    got, want = kernels.select_blocks(iq, ik, 16, 3, lens), msa.select_blocks(iq, ik, 16, 3, lens, backend="torch")
+    assert selections_agree(got, want) == 1
+
+
+@pytest.mark.parametrize("lens", [None, [75]])
+def test_prefill_with_fp8_index_keys(lens):
+    """Scales of every token enter before the maximum is taken; memory beyond lens may hold NaN in both halves of the pair."""
+    for block in (16, 24):
+        _, _, _, iq, ik, n = make(1, 30, 90, 4, 2, 16, 32, lens)
+        ik = ik * torch.logspace(-3, 3, 90, device=DEVICE)[:, None]  # so that no common scale would do
+        got, want = kernels.select_blocks(iq, msa.quantize(ik), block, 2, n), msa.select_blocks(iq, msa.quantize(ik), block, 2, n, backend="torch")
+        assert selections_agree(got, want) == 1
+    with pytest.raises(ValueError, match="ik in FP8 comes as a pair"):
+        kernels.select_blocks(iq, msa.quantize(ik)[0], 16, 2)
+
+
+def test_quantize_keeps_16ths_and_recall():
+    """e4m3 has 3 bits after the point: values within 1/16, zeros and tiny vectors included; the selection hardly changes."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 64, generator=g) * torch.logspace(-20, 20, 500)[:, None]
+    x[7] = 0
+    values, scale = msa.quantize(x)
+    assert values.dtype == torch.float8_e4m3fn and scale.shape == (500,)
+    back = values.float() * scale[:, None]
+    large = x.abs() > x.abs().amax(-1, keepdim=True) / 2**14  # below that, e4m3 is subnormal
+    assert ((back - x).abs() <= x.abs() / 16 * 1.001)[large].all() and not back[7].any()
+    iq, ik = torch.randn(1, 64, 2, 64, generator=g), torch.randn(1, 4096, 64, generator=g)
+    a, b = (msa.select_blocks(iq, keys, 16, 8) for keys in (ik, msa.quantize(ik)))
+    kept = (a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).float().mean().item()
+    print(f"random keys: {kept:.1%} of the selected blocks are the same with FP8 index keys")
+    assert kernels.FEW == msa.FEW and kernels.FP8 == msa.FP8
+    assert 0.8 < kept < 1  # random keys are the worst case: best and next best differ by little. 1 would mean nothing was rounded
+
+
+@pytest.mark.parametrize(("index_dtype", "backend"), [("bf16", "torch"), ("fp8", "torch"), ("fp8", "triton")])
+def test_cache_steps_equal_one_go(index_dtype, backend):
+    """A prompt in uneven chunks, then token by token and two at a time across block edges, is what one go through a cache gives;
+    without FP8 also what no cache gives. Rounding a later token must not touch an earlier one."""
+    layers = {"num_hidden_layers": 2, "layer_types": [FULL, SPARSE], "mlp_layer_types": ["dense", "sparse"]}
+    model = small_model(head_dim=16, index_head_dim=16, index_block_size=16, index_topk_blocks=2, **layers)
+    for layer in model.layers:
+        layer.self_attn.backend = backend
+    tokens, sizes = torch.randint(0, 90, (2, 50)), [21, 9, 1, 1, 1, 2, 9, 4, 2]
+    assert sum(sizes) == 50
+    with torch.no_grad():
+        caches = [Cache(model.config, 2, 60, index_dtype) for _ in range(2)]
+        whole = model(tokens, cache=caches[0]).logits
+        parts = torch.cat([model(x, cache=caches[1]).logits for x in tokens.split(sizes, dim=1)], dim=1)
+        assert ratio("logits", parts, whole) < 1e-5
+        if index_dtype == "bf16":
+            assert ratio("without a cache", model(tokens).logits, whole) < 1e-5
+        else:
+            assert caches[0].ik[1].dtype == torch.float8_e4m3fn and caches[0].ik[0] is None
+        caches[1].select([1])
+        caches[1].truncate(40)  # one row: from here on its prompt is views that end with it
+        assert ratio("one row", model(tokens[1:, 40:], cache=caches[1]).logits, whole[1:, 40:]) < 1e-5
+
+
+@pytest.mark.parametrize("index_dtype", ["bf16", "fp8"])
+def test_greedy_300_steps_at_any_chunk(index_dtype):
+    """Greedy tokens over 300 steps and 75 block edges, whatever the prompt's chunks; without FP8 those of no cache at all."""
+    import sample
+
+    model = small_model(seed=3)
+    with torch.no_grad():
+        model.lm_head.weight *= 20  # or a random model says one token for ever
+    prompt = torch.randint(0, 90, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    chunks = (1, 7, 128, 1000) if index_dtype == "bf16" else (1, 1000)
+    said = {c: [t for (t,) in sample.generate(model, prompt, max_tokens=300, chunk=c, index_dtype=index_dtype)] for c in chunks}
+    assert len(said[1]) == 300 and len(set(said[1])) > 10
+    assert all(said[c] == said[1] for c in chunks)
+    if index_dtype == "bf16":
+        with torch.no_grad():  # each token is the argmax after all before it, so one pass checks 300 steps
+            logits = model(torch.tensor([prompt + said[1]])).logits[0, len(prompt) - 1 : -1]
+        logits[:, [model.config.image_token_id, model.config.video_token_id]] = float("-inf")
+        assert logits.argmax(-1).tolist() == said[1]
+
+
+def test_prefill_with_pictures_in_chunks():
+    """A chunk's edge in the middle of a picture's placeholders must not lose or shift a visual token."""
+    model = small_model()
+    patches, grids = patchify(torch.randn(1, 3, 8, 8), 2, 1, 2, 4)
+    tokens = torch.tensor([[1, 2] + [IMAGE] * 4 + [3, 4, 5]])
+    with torch.no_grad():
+        want = model(tokens, patches, grids).logits[:, -1]
+        for chunk in (1, 4, 100):
+            cache = Cache(model.config, 1, 9)
+            assert ratio(f"chunks of {chunk}", model.prefill(tokens, cache, patches, grids, chunk), want) < 1e-5
+        with pytest.raises(ValueError, match="needed"):
+            model.prefill(tokens, cache, patches, grids)
+    with pytest.raises(ValueError, match="index_dtype"):
+        Cache(model.config, 1, 9, "int4")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_full_attention_on_a_cache(monkeypatch, dtype):
+    """Full-attention layers on a cache: rows all full or of any length, few queries or many, the mask a piece at a time."""
+    limit = 1e-2 if dtype == HALF else 1e-5 if DEVICE == "cpu" else 2e-3  # a GPU's own attention may round fp32 to TF32
+    q, k, v, _, _, lens = make(2, 12, 40, 4, 2, 16, 16, [40, 5], dtype)
+    for n in (lens, None):
+        if n is None:
+            k, v = (torch.randn_like(x) for x in (k, v))
+        want = msa._attend(q, k, v, None, 1, n, None)[0]
+        assert ratio("out", msa.full_attention(q, k, v, n), want) < limit
+        assert ratio("few queries", msa.full_attention(q[:, -3:], k, v, n, backend="triton"), want[:, -3:]) < limit
+    pieces, split = [], torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda x, n, dim=0: pieces.append(n) or split(x, min(n, 5), dim))
+    assert ratio("pieces of 5", msa.full_attention(q, k, v, lens), msa._attend(q, k, v, None, 1, lens, None)[0]) < limit and pieces
+
+
+@needs_gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_decode_on_the_gpu(fp8):
+    """Real tiles, pipelines and warps, at the released shape and at others; bf16."""
+    for case in (
+        (1, 1, 2**17, 64, 4, 128, 128, 128, 16, None),
+        (8, 1, 20_000, 64, 4, 128, 128, 128, 16, [20_000, 1, 0, 128, 129, 2048, 2049, 13_333]),
+        (64, 2, 3000, 64, 4, 128, 128, 128, 16, [3000 - 40 * i for i in range(64)]),
+        (3, 4, 5000, 8, 4, 64, 64, 64, 8, [5000, 77, 4096]),
+        (2, 8, 5000, 6, 2, 32, 32, 48, 8, [5000, 3]),
+    ):
+        decode_agrees(case, fp8=fp8 and torch.cuda.get_device_capability() >= (8, 9), dtype=HALF)
+
+
+@needs_gpu
+def test_decode_at_a_million():
+    """Offsets, segments and splits at 2^20 keys of the released shape, two rows, against torch on the same scores."""
+    B, S, H, Hkv, D, block, K = 2, 2**20, 64, 4, 128, 128, 16
+    lens = torch.tensor([S, S - 300], dtype=torch.int32, device=DEVICE)
+    q, k, v, iq, ik = (torch.randn(B, *s, device=DEVICE, dtype=HALF) for s in ((1, H, D), (S, Hkv, D), (S, Hkv, D), (1, Hkv, D), (S, D)))
+    ids = kernels.select_blocks(iq, ik, block, K, lens)
+    want = msa.select_blocks(iq, ik, block, K, lens, backend="torch")
+    assert selections_agree(ids, want) >= 0.75  # eight selections; near-ties of 8,192 maxima may fall either way
+    got, ref = kernels.sparse_attention(q, k, v, ids, block, lens), msa.sparse_attention(q, k, v, ids, block, lens, backend="torch")
+    assert ratio("sparse out", got[0], ref[0]) < 1e-2 and ratio("sparse lse", got[1], ref[1]) < 1e-2
+    got, ref = kernels.dense_decode(q, k, v, lens), msa._attend(q, k, v, None, 1, lens, None)
+    assert ratio("dense out", got[0], ref[0]) < 1e-2 and ratio("dense lse", got[1], ref[1]) < 1e-2
+
+
+@needs_gpu
+def test_decode_in_a_graph():
+    """Recorded once, replayed with other queries, keys and lens, without the host: the results must be those of a plain call."""
+    B, S, H, Hkv, D, block, K = 3, 4096, 16, 4, 64, 64, 8
+    q, k, v, iq, ik, lens = make(B, 1, S, H, Hkv, D, D, [4000, 100, 1], HALF, poison=False)
+
+    def step():
+        ids = kernels.select_blocks(iq, ik, block, K, lens)
+        return ids, *kernels.sparse_attention(q, k, v, ids, block, lens), *kernels.dense_decode(q, k, v, lens)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for n in (4096, 2000, 65):
+        for x in (q, k, v, iq, ik):
+            x.normal_()
+        lens.copy_(torch.tensor([n, 1, n // 2]))
+        graph.replay()
+        for a, b in zip(recorded, step()):
+            assert torch.equal(a, b)
+
+
+@needs_gpu
+def test_prefill_past_4096_blocks():
+    """A chunk of a prompt on a long cache: more than FEW queries take the kernels of chapters 1 to 3, in two segments."""
+    q, k, v, iq, ik, lens = make(1, 9, 4200 * 16, 2, 2, 16, 16, [4100 * 16 + 3])
+    ids = kernels.select_blocks(iq, ik, 16, 4, lens)
+    want = msa.select_blocks(iq, ik, 16, 4, lens, backend="torch")
+    assert selections_agree(ids, want) > 0.9 and ids.max() > 4096
+    got, want = kernels.sparse_attention(q, k, v, ids, 16, lens), msa.sparse_attention(q, k, v, ids, 16, lens, backend="torch")
+    assert ratio("out", got[0], want[0]) < 1e-4
+
+
+@needs_gpu
+def test_sampling_in_a_graph():
+    """The recorded step of a whole model gives the tokens of plain steps, across block edges and in a batch."""
+    import sample
+
+    torch.manual_seed(0)
+    model = M3(M3Config.of_size("tiny", vocab_size=512, image_token_id=509, video_token_id=510)).to(DEVICE).eval()
+    for m in model.modules():
+        if isinstance(m, (torch.nn.Linear, m3.Experts)):
+            for p in m.parameters():
+                p.data = p.data.bfloat16()
+    prompt = torch.randint(0, 500, (100,)).tolist()
+    for kw in ({}, {"index_dtype": "fp8"}, {"num_samples": 3, "temperature": 1.0}):
+        a, b = (list(sample.generate(model, prompt, max_tokens=60, graph=graph, **kw)) for graph in (False, True))
+        assert a == b and len(a) == 60
 
 
 if __name__ == "__main__":
