@@ -18,9 +18,11 @@ import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 # The help text must not wait for torch: everything heavy is imported in main().
@@ -125,7 +127,7 @@ def settle(args, saved=None, saved_step=0):
             if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir"):
                 has = flag(k, saved[k]) if k in saved else f"without --{k}"
                 raise ValueError(f"--resume goes on with the run as it was ({has}), not with {flag(k, v)}: leave the flag out")
-        s = {**saved, "max_minutes": None, **given}  # a limit on minutes holds for one start
+        s = {"planned_steps": saved["max_steps"], **saved, "max_minutes": None, **given}  # a limit on minutes holds for one start
         if s["max_steps"] != saved["max_steps"]:
             print(f"max_steps {saved['max_steps']} -> {s['max_steps']}: the rest of the schedule is stretched to it")
         if s["max_steps"] < saved_step:
@@ -136,10 +138,11 @@ def settle(args, saved=None, saved_step=0):
         s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
         s.setdefault("index_warmup_steps", s["max_steps"] // 10)
         s.setdefault("max_pixels", s["canvas"] ** 2)
+        s["planned_steps"] = s["max_steps"]  # a run that is made longer must not move the step where its pictures entered
     for k, least in LEAST.items():
         if s.get(k) is not None and not least <= s[k] < (math.inf if isinstance(least, float) else 2**63):  # NaN fails too
             raise ValueError(f"--{k} must be at least {least}, not {s[k]}")
-    if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["max_steps"]) >= s["max_steps"]:
+    if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["planned_steps"]) >= s["max_steps"]:
         raise ValueError(f"--vision_start {s['vision_start']} must be in [0, 1) and leave at least one of {s['max_steps']} steps with pictures")
     if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
         raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
@@ -154,7 +157,7 @@ def learning_rate(step, s):
     """Warm-up (5%), stable, linear decay over the last 30% (WSD). --cpt is two such schedules, one after the other, around vision_start."""
     start, end = 0, s["max_steps"]
     if s["recipe"] == "cpt":
-        cut = round(s["vision_start"] * end)
+        cut = round(s["vision_start"] * s["planned_steps"])
         start, end = (0, cut) if step < cut else (cut, end)
     n = end - start
     x = step - start
@@ -167,9 +170,9 @@ def vision_plan(step, s):
     """(first row number, rows) of pictures at this step: the same number of rows over the run in every recipe that has pictures."""
     if s["recipe"] == "text_only" or not s["vision_rows"]:
         return 0, 0
-    start = round(s["vision_start"] * s["max_steps"])
-    total = s["vision_rows"] * s["max_steps"]
-    upto = lambda t: total * max(0, t - start) // (s["max_steps"] - start)
+    start = round(s["vision_start"] * s["planned_steps"])
+    total = s["vision_rows"] * s["planned_steps"]
+    upto = lambda t: total * max(0, t - start) // (s["planned_steps"] - start)
     return upto(step), upto(step + 1) - upto(step)
 
 
@@ -315,6 +318,10 @@ def save(path, state):
     import torch
 
     tmp = path.with_suffix(".tmp")
+    tensors = [*state["model"].values(), *(v for p in state["optimizer"]["state"].values() for v in p.values() if torch.is_tensor(v))]
+    need, free = sum(x.nbytes for x in tensors), shutil.disk_usage(path.parent).free
+    if free < 1.02 * need:
+        raise OSError(f"no room for {path}: it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; the previous checkpoint is untouched")
     try:
         with open(tmp, "wb") as f:
             torch.save(state, f)
@@ -411,6 +418,12 @@ def build(s, tok, prep):
 
 def main(argv=None):
     args = parse(argv)
+    with contextlib.ExitStack() as on_exit:
+        return run(args, on_exit)
+
+
+def run(args, on_exit):
+    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends."""
     import torch
     from tqdm import tqdm
 
@@ -478,14 +491,13 @@ def main(argv=None):
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
     step = 0
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-        torch.set_rng_state(state["rng"])
-        if device == "cuda" and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
         if state["corpus"] != corpus.content:
             print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
         if own is not None and state.get("own") != own.content:
@@ -529,18 +541,21 @@ def main(argv=None):
 
     def checkpoint():
         nonlocal saved_at
-        cuda_rng = torch.cuda.get_rng_state() if device == "cuda" else None
         state = {
             "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            "optimizer": optimizer.state_dict(), "step": step, "rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "settings": s, "config": model.config.to_dict(),
-            "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
+            "optimizer": optimizer.state_dict(), "step": step, "settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(),
+            "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
         }  # fmt: skip
         save(ckpt_path, state)
         saved_at = step
         if s["keep"]:
             kept = out / f"ckpt_{step:06d}.pt"
             kept.unlink(missing_ok=True)
-            os.link(ckpt_path, kept)
+            try:
+                os.link(ckpt_path, kept)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(ckpt_path, kept.with_suffix(".tmp"))
+                kept.with_suffix(".tmp").replace(kept)
             for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
                 old.unlink()
 
@@ -557,17 +572,41 @@ def main(argv=None):
     if step and due and not any("eval" in r and r["step"] == step for r in log):
         measure()  # the checkpoint was written, then its evaluation was cut short
     stop = []
+
+    def ask_to_stop(n, _):
+        if not stop:  # not print: a handler may interrupt one
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again aborts at once\n")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        stop.append(signal.Signals(n).name)
+
     for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
+        signal.signal(sig, ask_to_stop)
     workers = s.get("workers", min(8, max(0, (os.cpu_count() or 1) - 2)))
     loader = torch.utils.data.DataLoader(
         Steps(rows, seen, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
-    saved_at, bad, rec, clock, since = step, 0, None, time.monotonic(), 0
+    saved_at, bad, whole, rec, clock, since = step, 0, True, None, time.monotonic(), 0
+
+    def rescue(kind, error, _):
+        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
+        bar.close()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
+        if kind is None or not issubclass(kind, Exception) or bad or not whole or step == saved_at:
+            return
+        try:
+            checkpoint()
+        except Exception as e:
+            print(f"step {step} could not be saved ({type(e).__name__}); {ckpt_path} holds step {saved_at}")
+        else:
+            print(f"saved step {step} before stopping; go on with: python train.py --resume --out_dir {out}")
+
+    on_exit.push(rescue)
     bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0)
     for micro in bar:
-        warmup = step < s["index_warmup_steps"] and s["attention"] not in ("local", "random")
+        torch.manual_seed((s["seed"] + 1_000_003 * step) % 2**63)  # what is random in a step is a function of the step: nothing else to save
+        warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
         lr = learning_rate(step, s)
         for g in optimizer.param_groups:
             g["lr"] = lr
@@ -588,25 +627,28 @@ def main(argv=None):
                 kl_sum += o.index_kl.detach() * (b["tokens"].numel() / tokens)
         except torch.OutOfMemoryError as e:
             raise ValueError(f"out of memory on {name}: lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})") from e
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        if math.isfinite(norm):
+        norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
+        if math.isfinite(norm) and math.isfinite(index_norm):
+            whole = False  # until `step` counts this update
             optimizer.step()
             model.balance(1e-3)
             bad = 0
         else:
             bad += 1
-            bar.write(f"step {step}: gradient norm is {norm}, step skipped ({bad} in a row)")
+            model.balance(0.0)  # forget the loads of this step
+            bar.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({bad} in a row)")
             if bad == MAX_BAD_STEPS:
                 raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
         optimizer.zero_grad(set_to_none=True)
-        step += 1
+        step, whole = step + 1, True
         if rec is None or step % 25 == 1 or step == s["max_steps"]:
             rec = recall(model, micro[0], prep, device, autocast)
         since += tokens
         now = time.monotonic()
         rate, clock, since = since / (now - clock), now, 0
         row = {"step": step, "loss": (sum(v[0] for v in sums.values()) / max(1, sum(targets)) + s["index_kl_coef"] * kl_sum)}
-        row |= {"lm_loss": sum(v[0] for v in sums.values()) / max(1, sum(targets)), "index_kl": kl_sum, "grad_norm": norm, "lr": lr, "tokens_per_s": rate}
+        row |= {"lm_loss": sum(v[0] for v in sums.values()) / max(1, sum(targets)), "index_kl": kl_sum, "grad_norm": norm}
+        row |= {"index_grad_norm": index_norm, "lr": lr, "tokens_per_s": rate}
         row |= {f"{k}_loss": v[0] / v[1] if v[1] else None for k, v in sums.items()}
         row |= {"block_recall": rec[0], "score_recall": rec[1], "warmup": warmup}
         row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
@@ -635,10 +677,11 @@ def main(argv=None):
 
 
 def quiet(_):
-    """Data workers leave signals to the main process (Ctrl-C reaches the whole group) and use one thread each."""
+    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
     torch.set_num_threads(1)
 
 
