@@ -63,7 +63,12 @@ def _shared_memory():
         return SHARED_MEMORY
     if not torch.cuda.is_available():
         return 2**20  # the interpreter has no limit
-    return triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+    return _shared_memory_of(torch.cuda.current_device())
+
+
+@functools.cache  # asking the driver takes longer than a launch
+def _shared_memory_of(device):
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def supported(dtype=None, D=None, Di=None, block_size=None, topk=None, H=None, Hkv=None):

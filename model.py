@@ -221,6 +221,20 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(c.num_local_experts))
 
 
+class Permute(torch.autograd.Function):
+    """x[to]. Its gradient is grad[back], the inverse order, a plain read; autograd, which cannot know that no row is taken twice, would add
+    row by row with atomics."""
+
+    @staticmethod
+    def forward(ctx, x, to, back):
+        ctx.save_for_backward(back)
+        return x.index_select(0, to)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
 class MoE(nn.Module):
     """Sigmoid scores; the correction bias helps to CHOOSE the experts only; the chosen scores are renormalised, the routed sum is
     scaled, one shared expert is added unscaled. In training the bias balances the load: see M3.balance."""
@@ -249,9 +263,10 @@ class MoE(nn.Module):
         if self.training:
             self.load += load
         order = flat.argsort(stable=True)
-        y = self.experts(x.index_select(0, order // self.k), load)  # [N*k,C], sorted by expert
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        y = y.index_select(0, back).view(B * T, self.k, C)  # in token order again
+        each = x.unsqueeze(1).expand(B * T, self.k, C).flatten(0, 1)  # [N*k,C], a row for every choice
+        y = self.experts(Permute.apply(each, order, back), load)  # [N*k,C], sorted by expert
+        y = Permute.apply(y, back, order).view(B * T, self.k, C)  # in token order again
         routed = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1) * self.scaling
         return (routed + self.shared_experts(x)).view(B, T, C)
 
@@ -334,18 +349,18 @@ class Block(nn.Module):
 
 
 def chunked_loss(x, weight, targets, chunk=4096):
-    """Sum of cross entropies of x [N,C] @ weight.T [C,V] against targets [N], -100 ignored. A chunk of rows at a time, computed
-    again in the backward pass: [N,V] never exists."""
+    """Sum of cross entropies of x [N,C] @ weight.T [C,V] against targets [N] (-100 ignored), and how many there are. A chunk of rows
+    at a time, computed again in the backward pass: [N,V] never exists. Targets on the CPU cost no wait for the device."""
 
     def part(x, weight, y):
         return F.cross_entropy(F.linear(x, weight).float(), y, reduction="sum")
 
-    asked = targets != -100  # most positions of picture rows carry no loss
-    x, targets = x[asked], targets[asked]
+    asked = (targets != -100).nonzero().squeeze(1)  # most positions of picture rows carry no loss
+    x, targets = x.index_select(0, asked.to(x.device, non_blocking=True)), targets[asked].to(x.device, non_blocking=True)
     total = x.sum().float() * 0.0  # a batch without any target still has a graph to walk back
     for a, y in zip(x.split(chunk), targets.split(chunk)):
         total = total + checkpoint(part, a, weight, y, use_reentrant=False, preserve_rng_state=False)
-    return total
+    return total, len(asked)
 
 
 class M3(nn.Module):
@@ -397,9 +412,9 @@ class M3(nn.Module):
         return x.flatten(0, 1).index_copy(0, at.to(device, non_blocking=True), seen).view_as(x)
 
     def forward(self, tokens, patches=None, grids=None, targets=None, cache=None, warmup=False, last_only=False):
-        """tokens [B,T] on the CPU or the model's device (with a cache: the T that follow each row's lens), patches [N,P] float
+        """tokens [B,T] (with a cache: the T that follow each row's lens), patches [N,P] float
         and grids [n,3] on the CPU of every picture and clip in the order of their placeholders, targets [B,T] already shifted,
-        -100 ignored -> M3Output.
+        -100 ignored -> M3Output. Tokens and targets may stay on the CPU: then the host never waits for the device.
 
         warmup: see MSA.forward. last_only: logits of the last position alone. Raises ValueError when placeholders and visual
         tokens differ in number, or the cache would overflow; nothing is written then.
@@ -425,8 +440,8 @@ class M3(nn.Module):
             cache.advance(T)
         if targets is None:
             return M3Output(self.lm_head(self.norm(x[:, -1:] if last_only else x)), None, None, kl)
-        n = (targets != -100).sum().clamp(min=1)  # no targets at all: a loss of 0, not NaN
-        lm_loss = chunked_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten()) / n
+        total, n = chunked_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten())
+        lm_loss = total / max(1, n)  # no targets at all: a loss of 0, not NaN
         return M3Output(None, lm_loss + c.index_kl_coef * kl, lm_loss, kl)
 
     @torch.no_grad()
@@ -444,7 +459,7 @@ class M3(nn.Module):
     def compile_layers(self):
         """torch.compile every decoder and ViT layer in place: layers of one kind share one compilation."""
         for layer in self.layers:
-            layer.compile()
+            layer.compile(dynamic=False)  # two shapes only, rows of text and rows of pictures
         for layer in self.vision_tower.layers:
             layer.compile(dynamic=True)  # the number of patches differs from batch to batch
 

@@ -441,7 +441,7 @@ class MSA(nn.Module):
         ids = None
         if self.kind == "dense":
             out = full_attention(q, k, v, lens)
-        elif warmup:
+        elif warmup or (self.training and cache is None and T <= self.topk * self.block_size):  # short rows keep every block: dense, exactly
             out, lse = dense_attention(q, k, v, lens)
             if learn:
                 kl = index_kl(q, k, lse, iq, ik, None, self.block_size, lens, backend=self.backend)

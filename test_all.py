@@ -1108,10 +1108,38 @@ def test_last_only_and_chunked_loss(monkeypatch):
     (grad,) = torch.autograd.grad(out.lm_loss, model.lm_head.weight)
     assert grad.abs().sum() > 0
     x = torch.randn(30, 32, requires_grad=True)
-    a = m3.chunked_loss(x, model.lm_head.weight, targets[0])
+    a, n = m3.chunked_loss(x, model.lm_head.weight, targets[0])
+    assert n == 30 - 11
     b = F.cross_entropy(x @ model.lm_head.weight.T, targets[0], reduction="sum")
     for name, i, j in zip("xw", *(torch.autograd.grad(y, (x, model.lm_head.weight)) for y in (a, b))):
         assert ratio(f"gradient of {name}", i, j) < 1e-5
+
+
+def test_muon_is_torchs_muon():
+    """Another scale, momentum or weight decay than torch.optim.Muon's; matrices of one shape mixed up; a stack of experts not taken
+    matrix by matrix; a matrix without a gradient moved all the same."""
+    import train
+
+    shapes = [(24, 16), (16, 24), (24, 16), (3, 24, 16)]
+    mine = [torch.nn.Parameter(torch.randn(*shape)) for shape in shapes]
+    idle = torch.nn.Parameter(torch.randn(24, 16))
+    before = idle.detach().clone()
+    theirs = [torch.nn.Parameter(m.detach().clone()) for p in mine for m in (p if p.ndim == 3 else [p])]
+    a = train.Muon([*mine, idle], weight_decay=0.1)
+    a.param_groups[0]["lr"] = 0.02
+    b = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        grads = [torch.randn_like(p) for p in mine]
+        for p, g in zip(mine, grads):
+            p.grad = g.clone()
+        for p, g in zip(theirs, [m for g in grads for m in (g if g.ndim == 3 else [g])]):
+            p.grad = g.clone()
+        a.step(), b.step()
+    flat = torch.cat([m.flatten() for p in mine for m in (p if p.ndim == 3 else [p])])
+    assert ratio("parameters", flat, torch.cat([p.flatten() for p in theirs])) < 2e-3  # torch's products are bf16 everywhere
+    assert torch.equal(idle, before)
+    singular = torch.linalg.svdvals(train.orthogonal(torch.randn(5, 40, 30)))
+    assert 0.4 < singular.min() and singular.max() < 1.4
 
 
 def test_all_labels_ignored():

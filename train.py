@@ -36,7 +36,7 @@ PRESETS = {
         "pictures": 32, "canvas": 56, "tasks": "single=1", "eval_items": 200, "eval_rows": 64,
     },
     "base": {  # one GPU, at most eight minutes on an H200
-        "context": 2048, "batch_size": 16, "vision_context": 256, "vision_rows": 256, "micro_batch_tokens": 32768, "max_steps": 1000, "lr": 6e-4, "eval_interval": 500,
+        "context": 2048, "batch_size": 16, "vision_context": 256, "vision_rows": 256, "max_steps": 1600, "optimizer": "muon", "lr": 3e-3, "eval_interval": 800,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
 }  # fmt: skip
@@ -69,11 +69,12 @@ def parse(argv=None):
     p.add_argument("--keep", type=int, metavar="N", help="keep the last N evaluated checkpoints beside ckpt.pt; default 0")
     p.add_argument("--batch_size", type=int, help="text rows a step")
     p.add_argument("--vision_rows", type=int, help="picture rows a step (averaged over the whole run, whatever the recipe)")
-    p.add_argument("--micro_batch_tokens", type=int, help="tokens in one forward pass: lower it when memory runs out; the result stays the same")
+    p.add_argument("--micro_batch_tokens", type=int, help="tokens in one forward pass: lower it when memory runs out; the result stays the same. Default on a GPU: by its memory")
     p.add_argument("--context", type=int, help="tokens in a row of text")
     p.add_argument("--vision_context", type=int, help="tokens in a row of pictures")
     p.add_argument("--lr", type=float, help="peak learning rate")
-    p.add_argument("--weight_decay", type=float, help="AdamW weight decay of the matrices; default 0.1")
+    p.add_argument("--weight_decay", type=float, help="weight decay of the matrices; default 0.1")
+    p.add_argument("--optimizer", choices=["adamw", "muon"], help="muon: Muon for the layers' matrices, AdamW for the rest; default adamw")
     p.add_argument("--attention", choices=["msa", "dense", "shared", "token", "local", "random"], help="what sparse layers do; default msa")
     p.add_argument("--index_warmup_steps", type=int, help="steps with a dense main branch while the index learns; default a tenth of max_steps")
     p.add_argument("--index_kl_coef", type=float, help="weight (lambda) of the index KL, summed over layers; default 1.0")
@@ -98,7 +99,7 @@ def parse(argv=None):
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
 FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows")
-DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
+DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "adamw", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
 
 # The least that a number may be.
@@ -219,8 +220,7 @@ def forward(model, batch, prep, device, **kw):
     patches = grids = None
     if "patches" in batch:
         patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
-    targets = move(batch["targets"]) if "targets" in batch else None
-    return model(batch["tokens"], patches=patches, grids=grids, targets=targets, **kw)
+    return model(batch["tokens"], patches=patches, grids=grids, targets=batch.get("targets"), **kw)  # tokens and targets too are first looked at there
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ def save(path, state):
     import torch
 
     tmp = path.with_suffix(".tmp")
-    tensors = [*state["model"].values(), *(v for p in state["optimizer"]["state"].values() for v in p.values() if torch.is_tensor(v))]
-    need, free = sum(x.nbytes for x in tensors), shutil.disk_usage(path.parent).free
+    size = lambda x: x.nbytes if torch.is_tensor(x) else sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list)) else 0
+    need, free = size(state), shutil.disk_usage(path.parent).free
     if free < 1.02 * need:
         raise OSError(f"no room for {path}: it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; the previous checkpoint is untouched")
     try:
@@ -386,6 +386,8 @@ def choose(args):
         able = torch.cuda.get_device_capability() >= (8, 0)
         if dtype is None:
             dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
+        if args.micro_batch_tokens is None:  # base takes about 0.45 MB a token in bf16; larger pieces than 64K are no faster
+            args.micro_batch_tokens = min(65536, 1 << int(math.log2(2048 * torch.cuda.get_device_properties(0).total_memory / 2**30)))
     elif dtype is None:
         dtype, because = "fp32", f"the safe choice on {device}"
     print(f"device: {name} ({why}); dtype: {dtype} ({because})")
@@ -414,6 +416,73 @@ def build(s, tok, prep):
         },
     )
     return m3.M3(config)
+
+
+class Muon:
+    """Muon (K. Jordan 2024) for parameters [..., m, n], each a matrix or a stack of matrices (a layer's experts).
+
+    The momentum of a matrix, made orthogonal, is its step: all directions learn at one rate, also those whose gradients are small. Five
+    Newton-Schulz iterations do that, for all matrices of one shape in one batch of products: torch.optim.Muon goes matrix by matrix, knows no
+    stacks, and with 131 matrices is 3,000 launches a step. The step is scaled to the size of AdamW's (0.2 sqrt(max(m, n)), Moonshot 2025), so
+    that one learning rate serves both.
+    """
+
+    def __init__(self, params, weight_decay, momentum=0.95):
+        import torch
+
+        self.param_groups, self.weight_decay, self.momentum = [{"lr": 0.0}], weight_decay, momentum
+        self.params, self.buffers = list(params), [torch.zeros_like(p) for p in params]
+
+    def state_dict(self):
+        return self.buffers
+
+    def load_state_dict(self, buffers):
+        for mine, saved in zip(self.buffers, buffers, strict=True):
+            mine.copy_(saved)
+
+    def step(self):
+        import torch
+
+        lr, shapes = self.param_groups[0]["lr"], {}
+        for p, buffer in zip(self.params, self.buffers):
+            if p.grad is not None:  # a step without pictures leaves the ViT alone
+                shapes.setdefault(p.shape[-2:], []).append((p, buffer))
+        with torch.no_grad():
+            for (m, n), group in shapes.items():
+                params, buffers = [list(x) for x in zip(*group)]
+                grads = [p.grad for p in params]
+                torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+                torch._foreach_lerp_(grads, buffers, self.momentum)  # Nesterov
+                x = torch.cat([g.reshape(-1, m, n) for g in grads])  # [matrices,m,n]
+                steps = orthogonal(x.bfloat16() if x.is_cuda else x).to(x.dtype).split([p[..., 0, 0].numel() for p in params])
+                torch._foreach_mul_(params, 1 - lr * self.weight_decay)
+                torch._foreach_add_(params, [u.view_as(p) for u, p in zip(steps, params)], alpha=-lr * 0.2 * max(m, n) ** 0.5)
+
+
+def orthogonal(x):
+    """x [N,m,n] -> roughly the nearest orthogonal matrices: singular values go to about 1, singular vectors stay (Newton-Schulz, K. Jordan's coefficients)."""
+    import torch
+
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+def make_optimizers(model, s, device):
+    """AdamW, alone or beside Muon for the matrices inside the layers; embedding and head (a row is a word, not a direction), norms and biases stay with AdamW."""
+    import torch
+
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.ndim >= 2 and s["optimizer"] == "muon" and n not in ("embed_tokens.weight", "lm_head.weight")]
+    taken = set(matrices)
+    rest = [p for _, p in named if p not in taken]
+    groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": s["weight_decay"]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
+    return [adamw, Muon(matrices, s["weight_decay"])] if matrices else [adamw]
 
 
 def main(argv=None):
@@ -486,17 +555,14 @@ def run(args, on_exit):
     if init is not None:
         load_weights(model, init["model"])
     model.to(device)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": s["weight_decay"]},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
+    optimizers = make_optimizers(model, s, device)
     # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
     parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
     step = 0
     if state is not None:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for o, saved in zip(optimizers, state["optimizers"], strict=True):
+            o.load_state_dict(saved)
         step = state["step"]
         if state["corpus"] != corpus.content:
             print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
@@ -543,8 +609,8 @@ def run(args, on_exit):
         nonlocal saved_at
         state = {
             "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            "optimizer": optimizer.state_dict(), "step": step, "settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(),
-            "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
+            "optimizers": [o.state_dict() for o in optimizers], "step": step, "settings": s, "config": model.config.to_dict(),
+            "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
         }  # fmt: skip
         save(ckpt_path, state)
         saved_at = step
@@ -608,8 +674,9 @@ def run(args, on_exit):
         torch.manual_seed((s["seed"] + 1_000_003 * step) % 2**63)  # what is random in a step is a function of the step: nothing else to save
         warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
         lr = learning_rate(step, s)
-        for g in optimizer.param_groups:
-            g["lr"] = lr
+        for o in optimizers:
+            for g in o.param_groups:
+                g["lr"] = lr
         # Losses divide by the step's own number of targets, whatever the micro-batches: each mean is weighted back to its share.
         targets = [(b["targets"] >= 0).sum().item() for b in micro]
         tokens = sum(b["tokens"].numel() for b in micro)  # the index KL is a mean over tokens: the same, weighted by its own share
@@ -630,7 +697,8 @@ def run(args, on_exit):
         norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
         if math.isfinite(norm) and math.isfinite(index_norm):
             whole = False  # until `step` counts this update
-            optimizer.step()
+            for o in optimizers:
+                o.step()
             model.balance(1e-3)
             bad = 0
         else:
@@ -639,7 +707,7 @@ def run(args, on_exit):
             bar.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({bad} in a row)")
             if bad == MAX_BAD_STEPS:
                 raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         step, whole = step + 1, True
         if rec is None or step % 25 == 1 or step == s["max_steps"]:
             rec = recall(model, micro[0], prep, device, autocast)
