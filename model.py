@@ -524,7 +524,7 @@ class M3(nn.Module):
         return n + (self.embed_tokens.weight.numel() + self.lm_head.weight.numel() if embeddings else 0)
 
     def flops_per_token(self, context):
-        """Forward FLOPs of a text token that sees context / 2 keys, the average in a full window:
+        """Forward FLOPs of a text token, the average in a window of `context` tokens, which sees context / 2 keys:
 
         2 x active weights, head in and embedding out, + 4 H D x keys looked at + 2 Hkv Di x keys indexed, a layer.
         """
@@ -532,7 +532,8 @@ class M3(nn.Module):
         n = 2 * (self.parameters_active(False) + self.lm_head.weight.numel())
         for kind in c.layer_types:
             sparse = kind == "minimax_m3_sparse" and c.attention != "dense"
-            keys = min(c.index_topk_blocks * c.index_block_size, context / 2) if sparse else context / 2
+            most = min(context, c.index_topk_blocks * c.index_block_size) if sparse else context
+            keys = most - most**2 / (2 * context)  # the mean over positions t of min(t, most)
             n += 4 * c.num_attention_heads * c.head_dim * keys
             if sparse and c.attention in ("msa", "shared", "token"):
                 n += 2 * c.num_key_value_heads * c.index_head_dim * context / 2

@@ -14,13 +14,17 @@ Sequences are packed without a document mask, as in nanoGPT: a token may look ba
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import functools
 import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 # The help text must not wait for torch: everything heavy is imported in main().
@@ -42,6 +46,7 @@ PRESETS = {
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "A10G": 70e12, "L4": 121e12, "T4": 65e12}
 
+TORCHRUN = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 MAX_BAD_STEPS = 5  # this many non-finite gradients in a row stop the run
 
 
@@ -90,13 +95,17 @@ def parse(argv=None):
     p.add_argument("--eval_rows", type=int, help="validation rows of text, at most")
     p.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: the best there is")
     p.add_argument("--dtype", choices=["bf16", "fp32"], help="default: bf16 where the card has it, else fp32")
+    p.add_argument("--checkpoint_layers", action=on_off, default=None, help="compute every layer again in the backward pass: less memory, slower; default off")
+    p.add_argument("--memory_gb", type=float, metavar="N", help="take at most N GiB of the GPU's memory, as on a smaller card")
     p.add_argument("--compile", action=on_off, default=None, help="torch.compile each layer; default on CUDA only")
     p.add_argument("--workers", type=int, help="processes that prepare data; default from the cores")
     return p.parse_args(argv)
 
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
-FREE_ON_RESUME = ("max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows")
+FREE_ON_RESUME = (
+    "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
+)  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "adamw", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
 
@@ -126,7 +135,7 @@ def settle(args, saved=None, saved_step=0):
             if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir"):
                 has = flag(k, saved[k]) if k in saved else f"without --{k}"
                 raise ValueError(f"--resume goes on with the run as it was ({has}), not with {flag(k, v)}: leave the flag out")
-        s = {**saved, "max_minutes": None, **given}  # a limit on minutes holds for one start
+        s = {"planned_steps": saved["max_steps"], **saved, "max_minutes": None, "memory_gb": None, **given}  # these limits hold for one start
         if s["max_steps"] != saved["max_steps"]:
             print(f"max_steps {saved['max_steps']} -> {s['max_steps']}: the rest of the schedule is stretched to it")
         if s["max_steps"] < saved_step:
@@ -137,10 +146,11 @@ def settle(args, saved=None, saved_step=0):
         s.setdefault("vision_start", {"midtrain": 0.5, "cpt": 0.7}.get(s["recipe"], 0.0))
         s.setdefault("index_warmup_steps", s["max_steps"] // 10)
         s.setdefault("max_pixels", s["canvas"] ** 2)
+        s["planned_steps"] = s["max_steps"]  # a run that is made longer must not move the step where its pictures entered
     for k, least in LEAST.items():
         if s.get(k) is not None and not least <= s[k] < (math.inf if isinstance(least, float) else 2**63):  # NaN fails too
             raise ValueError(f"--{k} must be at least {least}, not {s[k]}")
-    if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["max_steps"]) >= s["max_steps"]:
+    if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["planned_steps"]) >= s["max_steps"]:
         raise ValueError(f"--vision_start {s['vision_start']} must be in [0, 1) and leave at least one of {s['max_steps']} steps with pictures")
     if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
         raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
@@ -155,7 +165,7 @@ def learning_rate(step, s):
     """Warm-up (5%), stable, linear decay over the last 30% (WSD). --cpt is two such schedules, one after the other, around vision_start."""
     start, end = 0, s["max_steps"]
     if s["recipe"] == "cpt":
-        cut = round(s["vision_start"] * end)
+        cut = round(s["vision_start"] * s["planned_steps"])
         start, end = (0, cut) if step < cut else (cut, end)
     n = end - start
     x = step - start
@@ -168,9 +178,9 @@ def vision_plan(step, s):
     """(first row number, rows) of pictures at this step: the same number of rows over the run in every recipe that has pictures."""
     if s["recipe"] == "text_only" or not s["vision_rows"]:
         return 0, 0
-    start = round(s["vision_start"] * s["max_steps"])
-    total = s["vision_rows"] * s["max_steps"]
-    upto = lambda t: total * max(0, t - start) // (s["max_steps"] - start)
+    start = round(s["vision_start"] * s["planned_steps"])
+    total = s["vision_rows"] * s["planned_steps"]
+    upto = lambda t: total * max(0, t - start) // (s["planned_steps"] - start)
     return upto(step), upto(step + 1) - upto(step)
 
 
@@ -179,10 +189,12 @@ def vision_plan(step, s):
 
 
 class Steps:
-    """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures."""
+    """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures.
 
-    def __init__(self, text, vision, s):
-        self.text, self.vision, self.s = text, vision, s
+    Of `world` processes the one numbered `rank` gets every world-th row: together they read what one process would read."""
+
+    def __init__(self, text, vision, s, rank=0, world=1):
+        self.text, self.vision, self.s, self.rank, self.world = text, vision, s, rank, world
 
     def __len__(self):
         return self.s["max_steps"]
@@ -190,8 +202,8 @@ class Steps:
     def __getitem__(self, step):
         s = self.s
         first, count = vision_plan(step, s)
-        text = [self.text.text(step * s["batch_size"] + i) for i in range(s["batch_size"])]
-        vision = [self.vision.vision(first + i) for i in range(count)]
+        text = [self.text.text(step * s["batch_size"] + i) for i in range(self.rank, s["batch_size"], self.world)]
+        vision = [self.vision.vision(first + i) for i in range(self.rank, count, self.world)]
         out = []
         for rows in (text, vision):
             size = max(1, (s.get("micro_batch_tokens") or 1 << 30) // len(rows[0][0])) if rows else 1
@@ -218,6 +230,70 @@ def forward(model, batch, prep, device, **kw):
     if "patches" in batch:
         patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
     return model(batch["tokens"], patches=patches, grids=grids, targets=batch.get("targets"), **kw)  # tokens and targets too are first looked at there
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Many processes (torchrun)
+#
+# Not DistributedDataParallel: the micro-batches of a step differ in kind (text only, pictures too), so which parameters get a gradient differs from
+# one to the next and from process to process, and DDP's reducer wants to know that beforehand. One sum of all gradients after a step's last
+# micro-batch needs to know nothing, and never waits in between.
+
+
+def together(numbers):
+    """Numbers of every process -> their sums, on the host. Nothing to do when this process is alone."""
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return numbers
+    x = torch.tensor(numbers, dtype=torch.float64)
+    try:
+        torch.distributed.all_reduce(x)
+    except RuntimeError as e:
+        raise ConnectionError("another process of this run is gone: what it said stands above") from e
+    return x.tolist()
+
+
+def sum_gradients(params, most=1 << 25):
+    """Sum the gradients over all processes, in pieces of about `most` numbers. A parameter without a gradient here may have one elsewhere (the ViT,
+    where this process had no pictures); without one anywhere it stays without, as in a single process."""
+    import torch
+
+    found = together([float(p.grad is not None) for p in params])
+    pieces, room = [], 0
+    for p in (p for p, n in zip(params, found) if n):
+        if p.numel() > room:
+            pieces.append([])
+            room = max(most, p.numel())
+        room -= p.numel()
+        pieces[-1].append(p)
+    for piece in pieces:
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in piece])
+        torch.distributed.all_reduce(flat)
+        for p, g in zip(piece, flat.split([p.numel() for p in piece])):
+            p.grad = g.view_as(p)
+
+
+def step_flops(model, micro, per_token):
+    """FLOPs of training on these micro-batches: 3 x forward, as the backward pass is twice the forward one. Nothing that is computed again counts,
+    nor does the index KL, and a dense warm-up counts as if it were sparse. MFU is this / seconds / the card's peak rate. Forward:
+
+        token           per_token(row length), model.flops_per_token: 2 x active weights + (4 H D x keys looked at + 2 Hkv Di x keys indexed) a layer
+                        minus the head, 2 x hidden x vocabulary, where the token has no target
+        patch           2 x weights of ViT and first half of the projector + 4 x ViT hidden x patches of its segment a ViT layer
+        visual token    2 x weights of the second half of the projector
+    """
+    c, n = model.config.vision, 0
+    head, p = 2 * model.lm_head.weight.numel(), model.multi_modal_projector
+    first, second = (sum(x.weight.numel() for x in pair) for pair in ((p.linear_1, p.linear_2), (p.merge_linear_1, p.merge_linear_2)))
+    v = model.vision_tower
+    first += v.embed.weight.numel() + c.num_hidden_layers * sum(x.numel() for x in v.layers[0].parameters() if x.ndim == 2)
+    for b in micro:
+        n += b["tokens"].numel() * (per_token(b["tokens"].shape[1]) - head) + head * (b["targets"] >= 0).sum().item()
+        if "patches" in b:
+            sizes = b["grids"].prod(-1)  # patches of each segment
+            n += 2 * (first + second / c.spatial_merge_size**2) * sizes.sum().item() + 4 * c.hidden_size * c.num_hidden_layers * (sizes**2).sum().item()
+    return 3 * n
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -315,6 +391,10 @@ def save(path, state):
     import torch
 
     tmp = path.with_suffix(".tmp")
+    size = lambda x: x.nbytes if torch.is_tensor(x) else sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list)) else 0
+    need, free = size(state), shutil.disk_usage(path.parent).free
+    if free < 1.02 * need:
+        raise OSError(f"no room for {path}: it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; the previous checkpoint is untouched")
     try:
         with open(tmp, "wb") as f:
             torch.save(state, f)
@@ -363,8 +443,8 @@ def draw_curve(path, log, title):
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
-def choose(args):
-    """Device and dtype, each with its reason."""
+def choose(args, local=0):
+    """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number."""
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -375,14 +455,23 @@ def choose(args):
     device = args.device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     name, dtype, because = device, args.dtype, "asked for"
     if device == "cuda":
-        name = torch.cuda.get_device_name()
+        if local >= (n := torch.cuda.device_count()):
+            raise ValueError(f"process {local} finds no GPU: this machine has {n}, start one process a GPU (--nproc_per_node {n})")
+        torch.cuda.set_device(local)
+        name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(local).total_memory / 2**30
         able = torch.cuda.get_device_capability() >= (8, 0)
         if dtype is None:
             dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
+        if args.memory_gb is not None:
+            if not 1 <= args.memory_gb <= memory:
+                raise ValueError(f"--memory_gb must be between 1 and what the card has, {memory:.1f}, not {args.memory_gb:g}")
+            torch.cuda.set_per_process_memory_fraction(args.memory_gb / memory)  # what PyTorch's allocator may take; the driver's own part comes on top
         if args.micro_batch_tokens is None:  # base takes about 0.45 MB a token in bf16; few large pieces, because launching thousands of kernels takes time
-            args.micro_batch_tokens = min(131072, 1 << int(math.log2(2048 * torch.cuda.get_device_properties(0).total_memory / 2**30)))
+            args.micro_batch_tokens = min(131072, 1 << int(math.log2(2048 * min(memory, args.memory_gb or memory))))
     elif dtype is None:
         dtype, because = "fp32", f"the safe choice on {device}"
+    if device != "cuda" and args.memory_gb is not None:
+        raise ValueError(f"--memory_gb limits the memory of a GPU, and this run is on {device}")
     print(f"device: {name} ({why}); dtype: {dtype} ({because})")
     args.device, args.dtype = device, dtype
     return device, name
@@ -480,19 +569,29 @@ def make_optimizers(model, s, device):
 
 def main(argv=None):
     args = parse(argv)
+    with contextlib.ExitStack() as on_exit:
+        return run(args, on_exit)
+
+
+def run(args, on_exit):
+    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends."""
     import torch
     from tqdm import tqdm
 
     import data
     from sample import read_checkpoint
 
+    # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
+    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
+    if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
+        on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
     out = Path(args.out_dir)
     ckpt_path = out / "ckpt.pt"
     used = ckpt_path.exists() or (out / "log.jsonl").exists()
     if args.resume and args.overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
     if args.resume and not ckpt_path.exists():
-        raise ValueError(f"--resume: there is no {ckpt_path}")
+        raise ValueError(f"--resume: there is no {ckpt_path}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
     if used and not (args.resume or args.overwrite):
         raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
     if args.resume and args.init_from:
@@ -500,9 +599,16 @@ def main(argv=None):
     state = read_checkpoint(ckpt_path) if args.resume else None
     if state is not None and args.dtype is None:
         args.dtype = state["settings"]["dtype"]
-    device, name = choose(args)
+    device, name = choose(args, local)
     s = settle(args, state and state["settings"], state["step"] if state else 0)
     init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
+    if world > 1:
+        if device == "mps" or s["batch_size"] < world:
+            raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
+        # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+        on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
+        print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
     began = time.monotonic()
     torch.manual_seed(s["seed"])
     torch.set_float32_matmul_precision("high")
@@ -511,6 +617,8 @@ def main(argv=None):
     # Data
     tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
+    if local:
+        together([0])  # the first process of each machine tokenises and draws; the others find it done
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
     print(corpus.report)
     mine = lambda usual: s.get("mix") or usual
@@ -536,22 +644,27 @@ def main(argv=None):
     if pictures or own:
         seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
     windows = validation_windows(corpus, s["context"], s["eval_rows"])
+    if not local:
+        together([0])
+    content = [int(c[:10], 16) for c in (corpus.content, own.content if own else "0")]
+    if together(content) != [world * x for x in content]:
+        raise ValueError("the processes of this run found different text or pictures on their machines: give all of them the same --text and --images")
 
     # Model and optimizer
     model = build(s, tok, prep)
     if init is not None:
         load_weights(model, init["model"])
     model.to(device)
+    model.checkpoint_layers = bool(s.get("checkpoint_layers"))
     optimizers = make_optimizers(model, s, device)
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
     step = 0
     if state is not None:
         model.load_state_dict(state["model"])
         for o, saved in zip(optimizers, state["optimizers"], strict=True):
             o.load_state_dict(saved)
         step = state["step"]
-        torch.set_rng_state(state["rng"])
-        if device == "cuda" and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
         if state["corpus"] != corpus.content:
             print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
         if own is not None and state.get("own") != own.content:
@@ -559,8 +672,8 @@ def main(argv=None):
     if s.get("compile", device == "cuda"):
         model.compile_layers()
     text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
+    per_token = functools.cache(model.flops_per_token)
     peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
-    flops = 3 * model.flops_per_token(s["context"])
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']} ({(s['attention'] == 'msa' and 'blocks') or ''} {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})\n"
@@ -568,37 +681,42 @@ def main(argv=None):
         f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
 
-    out.mkdir(parents=True, exist_ok=True)
-    log_path = out / "log.jsonl"
-    lock = open(out / ".lock", "w")  # noqa: SIM115  held as long as the process lives
-    with contextlib.suppress(ImportError):  # no such locks on Windows
-        import fcntl
+    log_path, log = out / "log.jsonl", []
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")  # noqa: SIM115  held as long as the process lives
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
 
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
-    if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
-        for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
-            if old.exists():
-                old.replace(old.with_name(f"old_{old.name}"))
-    if own is not None:
-        print(data.own_sheet(out / "own_pictures.png", own))
-    log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
-    log_path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint: those steps are done again
-    log_path.with_suffix(".tmp").replace(log_path)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
+        if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
+            for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
+                if old.exists():
+                    old.replace(old.with_name(f"old_{old.name}"))
+        if own is not None:
+            print(data.own_sheet(out / "own_pictures.png", own))
+        log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
+        log_path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint: those steps are done again
+        log_path.with_suffix(".tmp").replace(log_path)
 
     def note(row):
+        if rank:
+            return
         log.append(row)
         with open(log_path, "a") as f:
             f.write(json.dumps(row) + "\n")
 
     def checkpoint():
         nonlocal saved_at
-        cuda_rng = torch.cuda.get_rng_state() if device == "cuda" else None
+        if rank:
+            saved_at = step
+            return
         state = {
             "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            "optimizers": [o.state_dict() for o in optimizers], "step": step, "rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "settings": s, "config": model.config.to_dict(),
+            "optimizers": [o.state_dict() for o in optimizers], "step": step, "settings": s, "config": model.config.to_dict(),
             "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
         }  # fmt: skip
         save(ckpt_path, state)
@@ -606,89 +724,158 @@ def main(argv=None):
         if s["keep"]:
             kept = out / f"ckpt_{step:06d}.pt"
             kept.unlink(missing_ok=True)
-            os.link(ckpt_path, kept)
+            try:
+                os.link(ckpt_path, kept)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(ckpt_path, kept.with_suffix(".tmp"))
+                kept.with_suffix(".tmp").replace(kept)
             for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
                 old.unlink()
 
     def measure():
+        if rank:
+            return
         result = evaluate(model, s, windows, tok, prep, device, autocast, examples)
         if step == s["max_steps"]:
             raw = tok.decode_bytes(windows[1].flatten().tolist())
             result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-        note({"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60})
+        speed = {}
+        if spent:
+            seconds = sum(spent.values()) / timed
+            speed = {"step_ms": {k: round(1000 * v / timed, 2) for k, v in spent.items()}, "tflops": flops / seconds / 1e12}
+            speed["mfu"] = flops / seconds / (peak * world) if peak else None
+            tqdm.write(
+                f"a step, mean of {timed}: {1000 * seconds:.1f} ms = {', '.join(f'{k} {v:.1f}' for k, v in speed['step_ms'].items())}; {speed['tflops']:.1f} TFLOP/s"
+                + (f", MFU {speed['mfu']:.1%}" if peak else "")
+            )
+        note({"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60} | speed)
         draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
         tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+
+    timing, spent, timed, kind, mark, flops = False, {}, 0, None, time.perf_counter(), 0
+
+    def lap(part):
+        """In a timed step: the seconds since the last lap belong to `part`. Only then does the host wait for the GPU."""
+        nonlocal mark
+        if timing:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            spent[part], mark = spent.get(part, 0.0) + now - mark, now
 
     due = step == s["max_steps"] or step % s["eval_interval"] == 0
     if step and due and not any("eval" in r and r["step"] == step for r in log):
         measure()  # the checkpoint was written, then its evaluation was cut short
     stop = []
+
+    def ask_to_stop(n, _):
+        if not stop:  # not print: a handler may interrupt one
+            os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again aborts at once\n")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        stop.append(signal.Signals(n).name)
+
     for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda n, _: stop.append(signal.Signals(n).name))
-    workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) - 2)))
+        signal.signal(sig, ask_to_stop)
+    workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) // beside_me - 2)))
     loader = torch.utils.data.DataLoader(
-        Steps(rows, seen, s), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
+        Steps(rows, seen, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
-    saved_at, bad, rec, clock, since = step, 0, None, time.monotonic(), 0
-    bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0)
+    saved_at, bad, whole, rec, clock, since = step, 0, True, None, time.monotonic(), 0
+
+    def rescue(kind, error, _):
+        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
+        bar.close()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
+        if kind is None or not issubclass(kind, Exception) or bad or not whole or step == saved_at or rank:
+            return
+        try:
+            checkpoint()
+        except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
+            print(f"step {step} could not be saved ({type(e).__name__}); {ckpt_path} holds step {saved_at}")
+        else:
+            print(f"saved step {step} before stopping; go on with: python train.py --resume --out_dir {out}")
+
+    on_exit.push(rescue)
+    bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0)
     for micro in bar:
-        warmup = step < s["index_warmup_steps"] and s["attention"] not in ("local", "random")
+        torch.manual_seed((s["seed"] + 1_000_003 * step + rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
+        warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
         lr = learning_rate(step, s)
         for o in optimizers:
             for g in o.param_groups:
                 g["lr"] = lr
-        # Losses divide by the step's own number of targets, whatever the micro-batches: each mean is weighted back to its share.
+        # Losses divide by the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share.
+        kinds = ["caption" if "patches" in b else "text" for b in micro]
         targets = [(b["targets"] >= 0).sum().item() for b in micro]
-        tokens = sum(b["tokens"].numel() for b in micro)  # the index KL is a mean over tokens: the same, weighted by its own share
-        sums = {"text": [0.0, 0], "caption": [0.0, 0]}
-        kl_sum = 0.0
+        mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
+        # The index KL is a mean over tokens: the same, weighted by its own share.
+        text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), step_flops(model, micro, per_token)])
+        total = max(1, text_n + caption_n)
+        if kind != (warmup, caption_n > 0):  # the step's time is told of steps of one kind
+            kind, timed = (warmup, caption_n > 0), 0
+            spent.clear()
+        lap("data")
+        sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
         try:
-            for b, n in zip(micro, targets):
+            for b, k, n in zip(micro, kinds, targets):
                 with autocast():
                     o = forward(model, b, prep, device, warmup=warmup)
-                    loss = o.lm_loss * (n / max(1, sum(targets))) + s["index_kl_coef"] * o.index_kl * (b["tokens"].numel() / tokens)
+                    loss = o.lm_loss * (n / total) + s["index_kl_coef"] * o.index_kl * (b["tokens"].numel() / tokens)
+                lap("text" if k == "text" else "vision")
                 loss.backward()
-                key = "caption" if "patches" in b else "text"
-                sums[key][0] += o.lm_loss.detach() * n
-                sums[key][1] += n
-                kl_sum += o.index_kl.detach() * (b["tokens"].numel() / tokens)
+                lap("backward")
+                sums[k] += o.lm_loss.detach() * n
+                sums["kl"] += o.index_kl.detach() * (b["tokens"].numel() / tokens)
+            if world > 1:
+                sum_gradients(list(model.parameters()))
+                lap("sum over processes")
         except torch.OutOfMemoryError as e:
-            raise ValueError(f"out of memory on {name}: lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})") from e
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        if math.isfinite(norm):
+            if max(len(b["tokens"]) for b in micro) > 1:
+                advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
+            else:
+                advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
+            raise ValueError(f"out of memory on {name}: {advice}") from e
+        norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
+        if math.isfinite(norm) and math.isfinite(index_norm):
+            whole = False  # until `step` counts this update
             for o in optimizers:
                 o.step()
             model.balance(1e-3)
             bad = 0
         else:
             bad += 1
-            bar.write(f"step {step}: gradient norm is {norm}, step skipped ({bad} in a row)")
+            model.balance(0.0)  # forget the loads of this step
+            bar.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({bad} in a row)")
             if bad == MAX_BAD_STEPS:
                 raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
         model.zero_grad(set_to_none=True)
-        step += 1
+        step, whole = step + 1, True
+        lap("optimizer")
+        timed += timing
         if rec is None or step % 25 == 1 or step == s["max_steps"]:
             rec = recall(model, micro[0], prep, device, autocast)
         since += tokens
         now = time.monotonic()
-        rate, clock, since = since / (now - clock), now, 0
-        row = {"step": step, "loss": (sum(v[0] for v in sums.values()) / max(1, sum(targets)) + s["index_kl_coef"] * kl_sum)}
-        row |= {"lm_loss": sum(v[0] for v in sums.values()) / max(1, sum(targets)), "index_kl": kl_sum, "grad_norm": norm, "lr": lr, "tokens_per_s": rate}
-        row |= {f"{k}_loss": v[0] / v[1] if v[1] else None for k, v in sums.items()}
+        rate, seconds, clock, since = since / (now - clock), now - clock, now, 0
+        text_sum, caption_sum, kl = together([float(x) for x in sums.values()])
+        row = {"step": step, "loss": (text_sum + caption_sum) / total + s["index_kl_coef"] * kl, "lm_loss": (text_sum + caption_sum) / total, "index_kl": kl}
+        row |= {"grad_norm": norm, "index_grad_norm": index_norm, "lr": lr, "tokens_per_s": rate}
+        row |= {"text_loss": text_sum / text_n if text_n else None, "caption_loss": caption_sum / caption_n if caption_n else None}
         row |= {"block_recall": rec[0], "score_recall": rec[1], "warmup": warmup}
-        row = {k: v.item() if torch.is_tensor(v) else v for k, v in row.items()}
         note(row)
         shown = {k: f"{row[k]:.3f}" for k in ("text_loss", "caption_loss", "index_kl") if row[k] is not None}
-        mfu = f"{rate * flops / peak:.0%}" if peak else "?"
-        bar.set_postfix(shown | {"recall": f"{rec[0]:.2f}", "norm": f"{norm:.2f}", "lr": f"{lr:.1e}", "tok_s": f"{rate:,.0f}", "mfu": mfu}, refresh=False)
+        mfu = flops / seconds / (peak * world) if peak else None
+        bar.set_postfix(shown | {"recall": f"{rec[0]:.2f}", "norm": f"{norm:.2f}", "lr": f"{lr:.1e}", "tok_s": f"{rate:,.0f}", "mfu": f"{mfu:.0%}" if mfu else "?"}, refresh=False)
         late = s.get("max_minutes") is not None and time.monotonic() - began > 60 * s["max_minutes"]
+        late, told = together([late, bool(stop)])  # all stop where one was told to
         last = step == s["max_steps"]
-        if stop or late or last or step % s["eval_interval"] == 0:
+        if told or late or last or step % s["eval_interval"] == 0:
             checkpoint()  # before the evaluation: a crash in there loses nothing
-            if stop:
+            if told:
                 bar.close()
-                print(f"{stop[0]}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
+                print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
                 return 0
             measure()
             clock = time.monotonic()
@@ -696,6 +883,10 @@ def main(argv=None):
                 bar.close()
                 print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}")
                 return 0
+        timing = step % 20 == 10  # the next one
+        if timing and device == "cuda":
+            torch.cuda.synchronize()
+        mark = time.perf_counter()
     bar.close()
     memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
     print(f"done in {(time.monotonic() - began) / 60:.1f} minutes{memory}: {ckpt_path}; now try: python sample.py --ckpt {out}")
@@ -703,10 +894,11 @@ def main(argv=None):
 
 
 def quiet(_):
-    """Data workers leave signals to the main process (Ctrl-C reaches the whole group) and use one thread each."""
+    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
     torch.set_num_threads(1)
 
 
@@ -724,5 +916,9 @@ def load_weights(model, weights):
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, OSError) as e:
+    except Exception as e:
+        if type(e).__name__ == "OutOfMemoryError":  # torch's; those of a forward or backward pass have been caught
+            sys.exit("train.py: out of memory beside the step itself: lower --micro_batch_tokens")
+        if not isinstance(e, (ValueError, OSError)):
+            raise
         sys.exit(f"train.py: {(str(e).strip() or repr(e)).splitlines()[-1]}")  # an error of a data worker brings its whole traceback as text: the last line says it
