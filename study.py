@@ -36,12 +36,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+OUT = (Path("out_study"), Path("out_study_tiny"))  # of real runs and of the rehearsal
 
 RUNS = {  # what is added to the flags of the preset
     "recipes-text_only": "--text_only",
@@ -84,7 +86,17 @@ ROWS = {  # the rows of each table: label -> run
     "attention": {"native": "recipes-native", "CPT": "recipes-cpt"},
     "selection": {k: f"selection-{k}" for k in ("dense", "msa", "shared", "token", "local", "random")},
     "frames": {"1 (2D)": "frames-1", "2": "frames-2", "4": "recipes-native", "8 (unlimited)": "frames-8"},
-    "index": {"baseline": "selection-msa", **{k.removeprefix("index-").replace("_", " "): k for k in RUNS if k.startswith("index-")}},
+    "index": {
+        "baseline": "selection-msa",
+        "no warm-up": "index-no_warmup",
+        "no detach": "index-no_detach",
+        "neither": "index-no_detach-no_warmup",
+        "lambda 0.1": "index-lambda0.1",
+        "lambda 10": "index-lambda10",
+        "lambda 0.1, no detach": "index-lambda0.1-no_detach",
+        "lambda 10, no detach": "index-lambda10-no_detach",
+        **{k.removeprefix("index-"): k for k in RUNS if re.fullmatch(r"index-\d+x\d+", k)},  # tokens a block x blocks kept
+    },
 }
 SEEDS = {"recipes": (0, 1, 2), "attention": (0, 1, 2), "selection": (0, 1, 2), "frames": (0, 1, 2), "index": (0,)}
 CLAIMS = {
@@ -96,7 +108,7 @@ CLAIMS = {
 }
 # What the rehearsal changes. The flags in RUNS come after these, so they win.
 TINY = ["--preset", "tiny", "--max_steps", "4", "--eval_interval", "4", "--context", "128", "--batch_size", "2", "--vision_context", "200", "--vision_rows", "2",
-        "--tasks", "single=1,scene=1,clip_of_one=1,question=1", "--pictures", "24", "--eval_items", "4", "--eval_rows", "2", "--corpus_bytes", "100000",
+        "--tasks", "single=1,scene=1,clip_of_one=1,question=1", "--pictures", "24", "--eval_items", "4", "--eval_rows", "2", "--corpus_bytes", "100000", "--index_warmup_steps", "1",
         "--device", "cpu"]  # fmt: skip
 
 
@@ -117,11 +129,13 @@ def flags_of(run, out, tiny):
     """All of train.py's flags for a run, but for seed and out_dir."""
     long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8"
     flags = shlex.split(RUNS[run].replace("LONG", f"{long} --text {shlex.quote(str(out / 'needles'))}"))
-    text = ["--text", str(HERE / "train.py")] if tiny and "--text" not in flags else []
+    text = ["--text", os.path.relpath(HERE / "train.py")] if tiny and "--text" not in flags else []
     return [*(TINY if tiny else ["--preset", "study"]), *text, *flags]
 
 
-def command_of(run, seed, out, tiny):
+def command_of(run, seed, tiny):
+    """The run by hand, after study.py has made the woven text; always in the default folder, wherever it was run."""
+    out = OUT[tiny]
     return shlex.join(["python", "train.py", *flags_of(run, out, tiny), "--seed", str(seed), "--out_dir", str(out / f"{run}-{seed}")])
 
 
@@ -213,7 +227,7 @@ def corpus(path, most):
     return data.Corpus(data.Tokenizer(), path, most)
 
 
-def look(model, tok, prep, settings, kinds=("scene", "clip"), items=32, drawn=4):
+def look(model, tok, prep, settings, kinds=("scene", "clip"), items=32, drawn=3):
     """Where words look. -> {"mass": {kind: [layers][heads]}, "uniform": {kind: x}, "maps": [...]}
 
     mass: the share of attention that lands on visual tokens, from the positions that predict the answer, mean over held-out examples;
@@ -406,7 +420,7 @@ def train_run(run, seed, out, tiny, parallel):
     folder = out / f"{run}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    workers = 0 if tiny else max(1, min(6, (os.cpu_count() or 1) // parallel - 1))
+    workers = 0 if tiny else max(2, min(6, (os.cpu_count() or 1) // parallel - 1))
     argv = [*flags_of(run, out, tiny), "--seed", str(seed), "--out_dir", str(folder), "--overwrite", "--workers", str(workers)]
     with open(folder / "train.log", "w") as log:
         if tiny and parallel == 1:
@@ -427,13 +441,13 @@ def train_run(run, seed, out, tiny, parallel):
     return folder
 
 
-def read_results(results, out, tiny):
+def read_results(results, tiny):
     """{(run, seed): what is kept of it}, and "timing". ValueError when a file was made by another command than today's: a table must not mix them."""
     found = {}
     for file in sorted(results.glob("*.json")):
         r = json.loads(file.read_text())
         if "run" in r:
-            if r["run"] not in RUNS or r["command"] != command_of(r["run"], r["seed"], out, tiny):
+            if r["run"] not in RUNS or r["command"] != command_of(r["run"], r["seed"], tiny):
                 raise ValueError(f"{file} was made by another command ({r['command']}): delete it, or keep it elsewhere")
             found[r["run"], r["seed"]] = r
         else:
@@ -470,9 +484,9 @@ def prepare(jobs, out, tiny):
             data.Pictures(s["canvas"], s["pictures"])
 
 
-def run_all(jobs, out, results, args):
-    """Run jobs [(run, seed)] in order, args.parallel at a time -> (finished, failed, not started)."""
-    began, lock, counts, here = time.monotonic(), threading.Lock(), [0, 0, 0], hardware(args.tiny)
+def run_all(jobs, out, results, args, began):
+    """Run jobs [(run, seed)] in order, args.parallel at a time -> [finished, failed, not started]."""
+    lock, counts, here = threading.Lock(), [0, 0, 0], hardware(args.tiny)
 
     def one(job):
         run, seed = job
@@ -484,7 +498,7 @@ def run_all(jobs, out, results, args):
             folder = train_run(run, seed, out, args.tiny, args.parallel)
             seconds = round(time.monotonic() - start, 1)
             with lock:  # one at a time: measuring is short, and the models stay out of each other's memory
-                result = {"run": run, "seed": seed, "command": command_of(run, seed, out, args.tiny), **here, "side_by_side": args.parallel, "seconds": seconds}
+                result = {"run": run, "seed": seed, "command": command_of(run, seed, args.tiny), **here, "side_by_side": args.parallel, "seconds": seconds}
                 result |= measure(run, folder, args.tiny)
                 write_json(results / f"{run}-{seed}.json", result)
                 counts[0] += 1
@@ -580,7 +594,7 @@ def about(name, found):
     every = lambda key: ", ".join(sorted({str(r[key]) for r in here}))
     seeds = sorted({r["seed"] for r in here})
     many = f"mean (lowest to highest) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"one seed ({seeds[0]})"
-    same = "" if len({(r["text"], r["run"][:6] in ("select", "index-")) for r in here}) <= 1 + (name == "index") else "; not all on the same text: compare with care"
+    same = "" if len({r["text"] for r in here}) == 1 else " (NOT the same text for all: do not compare)"
     return f"{every('hardware')}, torch {every('torch')}; {every('steps')} steps; {many}; text {every('text')}{same}"
 
 
@@ -591,11 +605,11 @@ def table(name, found):
         columns += [(f"needle, {d:,} tokens back (%)", 0, lambda r, d=d: 100 * r["far"]["needle"][str(d)]) for d in distances(found)]
     lines = [f"# {name}", "", CLAIMS[name], ""]
     timing = found.get("timing", {}) if name == "frames" else {}
-    heads = ["", *(t for t, _, _ in columns)]
+    heads = [*(t for t, _, _ in columns)]
     for t in timing.values():
         if isinstance(t, dict):
-            heads += [f"ViT, a clip of {t['frames']} x {t['pixels']} px (ms)"] + (["(MiB)"] if next(iter(t["by_frames_per_segment"].values()))["mib"] else [])
-    lines += ["| " + " | ".join([*heads, "seeds"]) + " |", "|" + "---|" * (len(heads) + 1)]
+            heads += [f"ViT, a clip of {t['frames']} x {t['pixels']} px (ms)"] + (["its memory (MiB)"] if next(iter(t["by_frames_per_segment"].values()))["mib"] else [])
+    lines += ["| " + " | ".join(["", *heads, "seeds", "run"]) + " |", "|" + "---|" * (len(heads) + 3)]
     missing, chance = [], {}
     for label, run in ROWS[name].items():
         rows = of_row(found, run)
@@ -608,13 +622,13 @@ def table(name, found):
                 each = label.split()[0] if label != "8 (unlimited)" else str(t["frames"])
                 x = t["by_frames_per_segment"][each]
                 cells += [f"{x['ms']:.2f}"] + ([f"{x['mib']:.1f}"] if x["mib"] else [])
-        lines.append("| " + " | ".join([*cells, str(len(rows))]) + " |")
+        lines.append("| " + " | ".join([*cells, str(len(rows)), f"`{run}`"]) + " |")
         chance |= rows[0].get("chance", {})
     if chance and name in ("recipes", "frames"):
         by_title = dict(zip((t for t, _, _ in SIGHT), ("picture", "scene", "clip", "question", "unseen_clip")))
         cells = [f"{100 * chance[by_title[t]]:.2g}" if by_title.get(t) in chance else "" for t, _, _ in columns]
-        lines.append("| " + " | ".join(["*guessing*", *cells, *[""] * (len(heads) - len(cells) - 1), ""]) + " |")
-    lines += ["", about(name, found) + ".", "", f"One row again: delete its JSON, then `python study.py {name} --only NAME`; NAME and label are paired in study.py's ROWS."]
+        lines.append("| " + " | ".join(["*guessing*", *cells, *[""] * (len(heads) - len(cells) + 2)]) + " |")
+    lines += ["", about(name, found) + ".", "", f"A row again: delete its JSON files, then `python study.py {name} --only RUN`."]
     if missing:
         lines += ["", f"Not run: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
@@ -643,7 +657,7 @@ def name_rows(ax, labels):
 
 
 def draw_recipes(plt, found, labels, rows):
-    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 0.42 * len(labels) + 1.9), sharey=True)
+    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 0.42 * len(labels) + 1.9), sharey=True, layout="constrained")
     dots(a, rows, BITS[2], "tab:blue")
     a.set_xlabel("text, bits a byte (less is better)")
     for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
@@ -651,13 +665,12 @@ def draw_recipes(plt, found, labels, rows):
     b.set(xlabel="held out, exact answers (%)", xlim=(-3, 103))
     name_rows(a, labels)
     b.grid(axis="x", alpha=0.3)
-    if b.get_legend_handles_labels()[0]:
-        b.legend(fontsize=7, loc="best")
+    fig.legend(*b.get_legend_handles_labels(), fontsize=7, loc="outside upper center", ncols=5)
     return fig
 
 
 def draw_frames(plt, found, labels, rows):
-    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 3.4))
+    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
     for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
         points = [(i, [v for v in map(get, results) if v is not None]) for i, results in enumerate(rows)]
         points = [(i, v) for i, v in points if v]
@@ -671,20 +684,21 @@ def draw_frames(plt, found, labels, rows):
     a.legend(fontsize=7)
     for t in (found.get("timing") or {}).values():
         if isinstance(t, dict):
-            points = [(int(k), x["ms"]) for k, x in t["by_frames_per_segment"].items()]
-            b.plot(*zip(*points), marker="o", label=f"clip of {t['frames']} frames of {t['pixels']} x {t['pixels']} pixels")
-            b.set(xscale="log", yscale="log", xlabel="frames a segment", ylabel="ViT, ms a clip")
-            b.set_xticks([k for k, _ in points], [str(k) for k, _ in points])
+            each = {int(k): x["ms"] for k, x in t["by_frames_per_segment"].items()}
+            b.plot(each.keys(), [x / each[1] for x in each.values()], marker="o", label=f"{t['frames']} frames of {t['pixels']} px: {each[1]:.2f} ms at 1")
+            b.set(xscale="log", xlabel="frames a segment", ylabel="ViT, time of a clip (1 frame a segment = 1)")
+            b.set_xticks(list(each), list(each))
             b.minorticks_off()
-    b.grid(alpha=0.3, which="both")
+    b.grid(alpha=0.3)
     if b.lines:
-        b.legend(fontsize=7)
+        b.set_ylim(0, 1.1 * max(y for line in b.lines for y in line.get_ydata()))
+        b.legend(fontsize=7, loc="upper left")
     return fig
 
 
 def draw_selection(plt, found, labels, rows):
-    fig = plt.figure(figsize=(8.5, 6.2))
-    top, bottom = fig.add_gridspec(2, 1, height_ratios=(1, 1.1), hspace=0.5, left=0.09, right=0.985, top=0.95, bottom=0.15)
+    fig = plt.figure(figsize=(8.5, 5.6))
+    top, bottom = fig.add_gridspec(2, 1, height_ratios=(1, 0.95), hspace=0.35, left=0.09, right=0.985, top=0.97, bottom=0.1)
     a, b = (fig.add_subplot(g) for g in top.subgridspec(1, 2, wspace=0.25))
     dots(a, rows, lambda r: r["far"]["late_loss"], "tab:blue")
     a.set_xlabel("loss in the second half of the window (nats a token)")
@@ -717,7 +731,7 @@ def draw_selection(plt, found, labels, rows):
 
 
 def draw_index(plt, found, labels, rows):
-    fig, axes = plt.subplots(2, 2, figsize=(8.5, 6.4), height_ratios=(1, 1.15))
+    fig, axes = plt.subplots(2, 2, figsize=(8.5, 6.4), height_ratios=(1, 1.15), layout="constrained")
     by_label = dict(zip(labels, rows))
     chosen = [label for label in labels if not re.fullmatch(r"\d+x\d+", label)]
     for ax, (title, get), color in zip(axes[0], (("text, bits a byte", BITS[2]), ("attention captured (%)", percent("far", "captured"))), ("tab:blue", "tab:green")):
@@ -740,13 +754,18 @@ def draw_index(plt, found, labels, rows):
 
 
 def draw_attention(plt, found, labels, rows):
+    import numpy as np
+
     import data
     import train
 
     some = [(label, results[0]) for label, results in zip(labels, rows) if results]
     maps = [r["attention"]["maps"] for _, r in some]
-    fig = plt.figure(figsize=(8.5, 2.6 + 1.95 * len(maps[0])))
-    top, bottom = fig.add_gridspec(2, 1, height_ratios=(2.0, 1.95 * len(maps[0])), hspace=0.13, left=0.07, right=0.98, top=0.96, bottom=0.05)
+    tall = 1.95 * len(maps[0])
+    fig = plt.figure(figsize=(8.5, 2.9 + tall))  # heat maps 1.6 inches high, a scene 1.95
+    whole = {"left": 0.06, "right": 0.98}
+    top = fig.add_gridspec(1, 1, top=1 - 0.25 / (2.9 + tall), bottom=1 - 1.85 / (2.9 + tall), **whole)[0]
+    bottom = fig.add_gridspec(1, 1, top=1 - 2.45 / (2.9 + tall), bottom=0.45 / (2.9 + tall), **whole)[0]
     cells = top.subgridspec(1, 2, wspace=0.15)
     means = []
     for label, results in zip(labels, rows):
@@ -762,21 +781,24 @@ def draw_attention(plt, found, labels, rows):
             ax.set_title(f"{label}: attention of caption words on pixels (%)", fontsize=8)
             ax.set_xlabel("head", fontsize=8, labelpad=1)
             ax.set_ylabel("layer", fontsize=8)
+            ax.set_xticks(range(len(m[0])))
+            ax.set_yticks(range(len(m)))
             ax.tick_params(labelsize=7)
     fig.colorbar(drawn, ax=axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
     s = train.settle(train.parse(shlex.split(some[0][1]["command"])[2:]))
     scenes = data.heldout("scene", len(maps[0]), data.Pictures(s["canvas"], s["pictures"] or None))
-    grid = bottom.subgridspec(len(scenes), 2 * len(some), hspace=0.25, wspace=0.05)
+    grid = bottom.subgridspec(len(scenes), 2 * len(some), hspace=0.15, wspace=0.05)
     for i, e in enumerate(scenes):
         names = re.split(r" (?:left of|above) ", e.answer)
         top_of_all = max(x for m in maps for one in m[i] for row in one for x in row)
         for k, (label, _) in enumerate(some):
             for j, words in enumerate(names):
                 ax = fig.add_subplot(grid[i, 2 * k + j])
-                ax.imshow(e.frames[0].transpose(1, 2, 0))
-                ax.imshow(maps[k][i][j], extent=(-0.5, s["canvas"] - 0.5, s["canvas"] - 0.5, -0.5), cmap="inferno", alpha=0.6, vmin=0, vmax=top_of_all)
+                light = np.array(maps[k][i][j]) / top_of_all  # [h,w]
+                light = light.repeat(s["canvas"] // light.shape[0], 0).repeat(s["canvas"] // light.shape[1], 1)
+                ax.imshow(e.frames[0].transpose(1, 2, 0) / 255 * (0.1 + 0.9 * light[:, :, None]))
                 ax.set(xticks=[], yticks=[])
-                ax.set_title(f"{label}: {words}", fontsize=7, pad=2)
+                ax.set_title(f"{label}: {textwrap.shorten(words, 26)}", fontsize=7, pad=2)
     return fig
 
 
@@ -794,9 +816,9 @@ def draw(name, found, results):
     (results / f"{name}.md").write_text(table(name, found))
     plt.rcParams.update({"font.size": 8.5})
     fig = globals()[f"draw_{name}"](plt, found, labels, rows)
-    if name != "selection" and name != "attention":  # those place everything themselves
-        fig.tight_layout(rect=(0, 0.05, 1, 1))
-    note = about(name, found) + (". Scenes never seen; brighter: more attention, one scale a row.\nPictures: OpenMoji, CC BY-SA 4.0" if name == "attention" else "")
+    if fig.get_layout_engine():  # the others place everything themselves
+        fig.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))  # left, bottom, width, height: room for the note
+    note = about(name, found) + (".\nScenes never seen in training, lit where the words look (first seed; one scale a row). Pictures: OpenMoji, CC BY-SA 4.0" if name == "attention" else "")
     fig.text(0.01, 0.006, note, fontsize=6.5, va="bottom")
     fig.savefig(results / f"{name}.png", dpi=150)
     plt.close(fig)
@@ -804,7 +826,7 @@ def draw(name, found, results):
 
 
 def main(argv=None):
-    args = parse(argv)
+    args, began = parse(argv), time.monotonic()
     if args.name not in (*ROWS, "all"):
         raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)} and all")
     if args.parallel < 1:
@@ -812,20 +834,20 @@ def main(argv=None):
     if args.minutes is not None and not args.minutes >= 0:
         raise ValueError(f"--minutes must not be negative, not {args.minutes}")
     names = list(ROWS) if args.name == "all" else [args.name]
-    out = Path(args.out or ("out_study_tiny" if args.tiny else "out_study"))
+    out = Path(args.out) if args.out else OUT[args.tiny]
     results = out / "results" if args.tiny else HERE / "results" / "study"
     jobs = plan(names, args.seeds, args.only)
     if not jobs:
         raise ValueError(f"--only {args.only}: no run of {args.name} has this in its name")
     results.mkdir(parents=True, exist_ok=True)
-    found, failed, left = read_results(results, out, args.tiny), 0, 0
+    found, failed, left = read_results(results, args.tiny), 0, 0
     if not args.redraw:
         jobs = [job for job in jobs if job not in found]
         prepare(jobs, out, args.tiny)
         if "frames" in names and "timing" not in found:
             write_json(results / "frames-timing.json", {**hardware(args.tiny), **time_vit(args.tiny)})
-        _, failed, left = run_all(jobs, out, results, args)
-        found = read_results(results, out, args.tiny)
+        _, failed, left = run_all(jobs, out, results, args, began)
+        found = read_results(results, args.tiny)
     for name in names:
         print(draw(name, found, results))
     if left:
