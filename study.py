@@ -12,7 +12,8 @@ is one small JSON in results/study, named by experiment, setting and seed, with 
 exists is not run again: delete the file to repeat it. The set is 66 runs:
 
     recipes    8 settings x 3 seeds. Text only; pictures from the start, from the middle (two starts x two learning rates), after the
-               decay; and the last one's learning rate schedule without any picture. All read the same text, and the same pictures.
+               decay; and the last one's learning rate schedule without any picture. All read the same text, and the same pictures: so
+               an earlier start is a thinner mix (59% of what is read from 30% on is pictures, 71% from 60% on, 77% in CPT)
     attention  no run of its own: how much the words of native and CPT models look at the picture, and where
     selection  6 ways to select x 3 seeds, text only, in a context of 2,048 of which 256 tokens are kept. The text is this machine's Python
                source with `name = value` lines woven in, and lines that repeat them later (weave, below)

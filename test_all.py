@@ -2874,9 +2874,16 @@ def test_study_plan():
     jobs = study.plan(list(study.ROWS), None, "")
     assert f"{len(jobs)} runs" in study.__doc__ and {run for run, _ in jobs} == set(study.RUNS) and len(set(jobs)) == len(jobs)
     assert [seed for _, seed in jobs] == sorted(seed for _, seed in jobs) and ("index-64x8", 1) not in jobs
+    readme = (HERE / "README.md").read_text()
+    with torch.device("meta"):
+        size = M3(M3Config.of_size("study", vocab_size=data.Tokenizer().vocab_size)).parameters_total()
+    assert f"{len(jobs)} short runs" in readme and f"models of {size / 1e6:.0f}M parameters trained for 600 steps" in readme
     for run in study.RUNS:
         s = train.settle(train.parse(study.flags_of(run, Path("out"), tiny=False)))
         assert s["preset"] == "study" and s["compile"] is False and s["max_steps"] == 600
+    for start, said in ((0.3, "59%"), (0.6, "71%"), (0.7, "77%")):
+        text, seen = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"] / (1 - start)
+        assert f"{seen / (seen + text):.0%}" == said and said in study.__doc__
     for flags, said in ((["nonsense"], "there is no experiment 'nonsense': only recipes"), (["recipes", "--only", "x9"], "--only x9"),
                         (["all", "--parallel", "0"], "--parallel"), (["all", "--minutes", "nan"], "--minutes")):  # fmt: skip
         code, printed = call("study.py", *flags)
