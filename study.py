@@ -16,7 +16,7 @@ exists is not run again: delete the file to repeat it. The set is 66 runs:
                an earlier start is a thinner mix (59% of what is read from 30% on is pictures, 71% from 60% on, 77% in CPT)
     attention  no run of its own: how much the words of native and CPT models look at the picture, and where
     selection  6 ways to select x 3 seeds, text only, in a context of 2,048 of which 256 tokens are kept. The text is this machine's Python
-               source with `name = value` lines woven in, and lines that repeat them later (weave, below)
+               source with lines `name = value` woven in that come again further down (weave, below); it measures copying
     frames     3 settings x 3 seeds; 4 frames a segment is recipes' native. No clip is longer than 8 frames, so 8 is "unlimited"
     index      15 settings, one seed: detach and warm-up, lambda, block size and blocks kept. Its baseline is selection's msa
 
@@ -58,9 +58,9 @@ RUNS = {  # what is added to the flags of the preset
     "selection-msa": "LONG",
     "selection-dense": "LONG --attention dense",
     "selection-shared": "LONG --attention shared",
-    "selection-token": "LONG --attention token",
     "selection-local": "LONG --attention local",
     "selection-random": "LONG --attention random",
+    "selection-token": "LONG --attention token",  # the last of them: it has no kernel, and takes several times as long
     "frames-1": "--native --frames_per_segment 1",
     "frames-2": "--native --frames_per_segment 2",
     "frames-8": "--native --frames_per_segment 8",
@@ -85,7 +85,7 @@ ROWS = {  # the rows of each table: label -> run
         "CPT schedule, no pictures": "recipes-cpt-no_pictures",
     },
     "attention": {"native": "recipes-native", "CPT": "recipes-cpt"},
-    "selection": {k: f"selection-{k}" for k in ("dense", "msa", "shared", "token", "local", "random")},
+    "selection": {k: f"selection-{k}" for k in ("dense", "msa", "shared", "local", "random", "token")},
     "frames": {"1 (2D)": "frames-1", "2": "frames-2", "4": "recipes-native", "8 (unlimited)": "frames-8"},
     "index": {
         "baseline": "selection-msa",
@@ -128,7 +128,7 @@ def parse(argv=None):
 
 def flags_of(run, out, tiny):
     """All of train.py's flags for a run, but for seed and out_dir."""
-    long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8"
+    long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8 --max_steps 800"
     flags = shlex.split(RUNS[run].replace("LONG", f"{long} --text {shlex.quote(str(out / 'needles'))}"))
     text = ["--text", os.path.relpath(HERE / "train.py")] if tiny and "--text" not in flags else []
     return [*(TINY if tiny else ["--preset", "study"]), *text, *flags]
@@ -143,35 +143,25 @@ def command_of(run, seed, tiny):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The long text: Python source in which something must be remembered
 
-WORDS = (
-    "alpha", "amber", "arrow", "basin", "birch", "bridge", "candle", "canyon", "cedar", "cloud", "coral", "crane", "delta", "ember", "falcon",
-    "fern", "flint", "forest", "garden", "glacier", "grove", "harbor", "hazel", "island", "ivory", "jasper", "juniper", "lagoon", "lantern", "lemon",
-    "lotus", "maple", "marble", "meadow", "mirror", "nectar", "ocean", "olive", "orchid", "pebble", "pepper", "pine", "planet", "quartz", "raven",
-    "reef", "ribbon", "river", "saddle", "salmon", "silver", "summit", "thistle", "timber", "tulip", "valley", "velvet", "violet", "walnut",
-    "willow", "winter", "zephyr",
-)  # fmt: skip
-
-
 def secret(rng):
-    """A name and a value that nobody could guess."""
-    return f"{rng.choice(WORDS)}_{rng.choice(WORDS)}", rng.randrange(100, 1000)
+    """A name and a value that nobody could guess: two words of three syllables."""
+    return tuple("".join(rng.choice("bdlmnrsvz") + rng.choice("aeio") for _ in range(3)) for _ in range(2))
 
 
 def weave(text, rng):
-    """Python source -> the same with a line `name = value` about every 600 characters and, between 100 and 7,000 characters further
-    on, `assert name == value`: what a model can only know by looking back."""
-    out, due, at, soon = [], [], 0, rng.randrange(600)
+    """Python source -> the same with a line `name = value` about every 250 characters, and the same line three times more between 60
+    and 6,000 characters further on: what a model can only know by looking back.
+
+    So dense because copying must be learned within a short run; the same line, because then it is the plainest kind of copying."""
+    out, due, at, soon = [], [], 0, rng.randrange(250)
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
-        for when, name, value in [d for d in due if d[0] <= at]:
-            out.append(f"{indent}assert {name} == {value}")
-            due.remove((when, name, value))
+        ready, due = [d for d in due if d[0] <= at], [d for d in due if d[0] > at]
         if at >= soon:
-            name, value = secret(rng)
-            out.append(f"{indent}{name} = {value}")
-            due.append((at + 100 * 70 ** rng.random(), name, value))
-            soon = at + 300 + rng.randrange(600)
-        out.append(line)
+            ready.append((at, "{} = {}".format(*secret(rng))))
+            due += [(at + 60 * 100 ** rng.random(), ready[-1][1]) for _ in range(3)]
+            soon = at + 125 + rng.randrange(250)
+        out += [indent + what for _, what in ready] + [line]
         at += len(line) + 1
     return "\n".join(out)
 
@@ -195,7 +185,7 @@ def write_needles(folder, path, most):
 
 
 def needle_rows(tok, filler, context, distance, n, seed=0):
-    """n rows that end in a question about a line `distance` tokens before it -> tokens [n,T], targets [n,T], -100 but at the value.
+    """n rows that end in the beginning of a line that stands whole `distance` tokens before it -> tokens [n,T], targets [n,T], -100 but at the value.
 
     filler: 1-D array of tokens to hide it in. All rows are about `context` long, wherever the definition stands."""
     import torch
@@ -206,7 +196,7 @@ def needle_rows(tok, filler, context, distance, n, seed=0):
         name, value = secret(rng)
         start = rng.randrange(len(filler) - room)
         some = filler[start : start + room].tolist()
-        ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\nassert {name} ==")]
+        ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\n{name} =")]
         rows.append((ids, tok.encode(f" {value}"), None, None))
     tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
     for i, (ids, value, _, _) in enumerate(rows):
