@@ -210,6 +210,10 @@ def needle_rows(tok, filler, context, distance, n, seed=0):
 # What is measured on a checkpoint, beyond what train.py reports
 
 
+def average(x):
+    return sum(x) / len(x)
+
+
 @functools.cache
 def corpus(path, most):
     """Read once a process: finding the text takes longer than measuring on it."""
@@ -265,11 +269,11 @@ def look(model, tok, prep, settings, kinds=("scene", "clip"), items=32, drawn=3)
 
 
 def far(model, tok, text, context, rows, needles):
-    """How well a model looks back. -> {"late_loss", "captured", "block_recall", "overlap", "needle": {distance: exact}, "picks"}
+    """How well a model looks back. -> {"late_loss", "captured", "block_recall", "overlap", "needle": {distance: exact}, "needle_nats", "picks"}
 
     late_loss: nats a token in the second half of the window. captured and block_recall: msa.selection_recall, mean over sparse layers and
     rows (1 for dense). overlap: |A and B| / |A or B| of the blocks that two KV heads keep beside the local one, mean over pairs, queries
-    that had to choose and layers; None for dense. picks: the blocks that each KV head of the middle layer keeps, for the last query of
+    that had to choose and layers; None if none had. needle: a value far back copied exactly; needle_nats: the loss of its tokens. picks: the blocks that each KV head of the middle layer keeps, for the last query of
     each block [Hkv][queries][K] (msa only).
     """
     import torch
@@ -307,16 +311,16 @@ def far(model, tok, text, context, rows, needles):
         late.append(F.cross_entropy(logits.flatten(0, 1), y[:, context // 2 :].flatten().to(device), reduction="none"))
     for m in sparse:
         m.probe = None
-    mean = lambda x: sum(x) / len(x)
-    out = {"late_loss": torch.cat(late).mean().item(), "overlap": mean(overlaps) if overlaps else None, "needle": {}}
-    out["block_recall"], out["captured"] = (mean(x) for x in zip(*recalls)) if recalls else (1.0, 1.0)
+    out = {"late_loss": torch.cat(late).mean().item(), "overlap": average(overlaps) if overlaps else None, "needle": {}, "needle_nats": {}}
+    out["block_recall"], out["captured"] = (average(x) for x in zip(*recalls)) if recalls else (1.0, 1.0)
     for part in (32, 8, 4, 2, 1):
-        distance, right = (context - 64) // part, 0
+        distance, right, nats = (context - 64) // part, 0, []
         x, y = needle_rows(tok, text.val, context, distance, needles)
         for a, b in zip(x.split(4), y.split(4)):
-            got, b = model(a).logits.argmax(-1), b.to(device)
-            right += ((got == b) | (b < 0)).all(-1).sum().item()
-        out["needle"][distance] = right / needles
+            logits, b = model(a).logits, b.to(device)
+            right += ((logits.argmax(-1) == b) | (b < 0)).all(-1).sum().item()
+            nats += F.cross_entropy(logits[b >= 0].float(), b[b >= 0], reduction="none").tolist()
+        out["needle"][distance], out["needle_nats"][distance] = right / needles, average(nats)
     if picks:
         layer = sorted(picks)[len(picks) // 2]
         out |= {"picks_layer": layer, "picks": picks[layer]}
@@ -526,10 +530,6 @@ def mass(kind, pick):
     return lambda r: 100 * pick([x for layer in r["attention"]["mass"][kind] for x in layer])
 
 
-def average(x):
-    return sum(x) / len(x)
-
-
 BITS = ("bits a byte", 3, lambda r: r["final"]["bits_per_byte"])
 SIGHT = [("known picture (%)", 1, percent("final", "picture")), ("scene (%)", 1, percent("final", "scene")), ("clip (%)", 1, percent("final", "clip")),
          ("question (%)", 1, percent("final", "question")), ("motion of an unseen picture (%)", 1, percent("final", "unseen_clip"))]  # fmt: skip
@@ -594,6 +594,7 @@ def table(name, found):
     columns = list(COLUMNS[name])
     if name == "selection":
         columns += [(f"needle, {d:,} tokens back (%)", 0, lambda r, d=d: 100 * r["far"]["needle"][str(d)]) for d in distances(found)]
+        columns.append(("its tokens, nats each, over all distances", 2, lambda r: average(r["far"]["needle_nats"].values())))
     lines = [f"# {name}", "", CLAIMS[name], ""]
     timing = found.get("timing", {}) if name == "frames" else {}
     heads = [*(t for t, _, _ in columns)]
