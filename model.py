@@ -135,6 +135,12 @@ SIZES = {
         "index_head_dim": 32, "index_block_size": 16, "index_topk_blocks": 6,
         "vision": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 3},
     },
+    "study": {
+        "hidden_size": 256, "num_hidden_layers": 6, "dense_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "dense_intermediate_size": 768, "intermediate_size": 256, "shared_intermediate_size": 256, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 8,
+        "vision": {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 6},
+    },
     "base": {
         "hidden_size": 512, "num_hidden_layers": 10, "dense_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
         "dense_intermediate_size": 2048, "intermediate_size": 512, "shared_intermediate_size": 512, "num_local_experts": 16, "num_experts_per_tok": 2,

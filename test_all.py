@@ -5,7 +5,7 @@
     python test_all.py -k kernel -s     the kernels against the reference, with every error ratio printed
 
 Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the released architecture and their own promises; 4 data;
-5 training end to end; 6 sampling; 7 decoding and long contexts. A test's docstring names the mistake it guards against.
+5 training end to end; 6 sampling; 7 decoding and long contexts; 8 the study. A test's docstring names the mistake it guards against.
 """
 
 import contextlib
@@ -16,11 +16,13 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -3156,6 +3158,164 @@ def test_sampling_in_a_graph():
     for kw in ({}, {"index_dtype": "fp8"}, {"num_samples": 3, "temperature": 1.0}):
         a, b = (list(sample.generate(model, prompt, max_tokens=60, graph=graph, **kw)) for graph in (False, True))
         assert a == b and len(a) == 60
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 8. The talk as experiments
+
+
+def rehearse(name, out, *flags):
+    return call("study.py", name, "--tiny", "--out", str(out), *flags)
+
+
+@pytest.fixture(scope="session")
+def rehearsed(tmp_path_factory):
+    """The rehearsal of every experiment, a few rows of each, seed 0."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    said = {}
+    for name, only in (("recipes", "recipes-cpt"), ("attention", "native"), ("selection", "selection-"), ("frames", "frames-1"), ("index", "no_detach-")):
+        code, said[name] = rehearse(name, out, "--only", only, "--seeds", "0")
+        assert code == 0, said[name]
+    return out, said
+
+
+def kept(out):
+    return {f.stem: json.loads(f.read_text()) for f in (out / "results").glob("*.json")}
+
+
+def test_study_keeps_what_it_promises(rehearsed):
+    """Each experiment leaves a table, a figure and JSON files from which the run could be made again; checkpoints go, but for those to look at."""
+    out, said = rehearsed
+    found = kept(out)
+    assert len(found) == 2 + 1 + 6 + 1 + 1 + 1 and "frames-timing" in found  # CPT twice, native, six selections, frames-1, one of index, and the timing
+    for name in said:
+        assert f"| `{'recipes' if name == 'attention' else name}-" in (out / "results" / f"{name}.md").read_text()
+        with Image.open(out / "results" / f"{name}.png") as im:
+            assert im.width == 1275 and im.height > 400
+    for name, r in found.items():
+        if name != "frames-timing":
+            assert name == f"{r['run']}-{r['seed']}" and r["final"]["bits_per_byte"] > 0 and r["steps"] == 4 and r["text"] and r["hardware"] and r["torch"]
+            assert str(out) not in json.dumps(r) and r["command"].startswith("python train.py --preset tiny")
+    assert sorted(p.name for p in out.iterdir()) == ["needles", "recipes-cpt-0", "recipes-native-0", "results"]
+
+
+def test_study_measures_what_it_says(rehearsed):
+    """Numbers that are known whatever was learned: shares are shares, one selection for all heads overlaps fully, dense captures everything."""
+    found = kept(rehearsed[0])
+    for run in ("recipes-native-0", "recipes-cpt-0"):
+        a = found[run]["attention"]
+        heads = torch.tensor(a["mass"]["scene"])
+        assert heads.shape == (4, 4) and (heads > 0).all() and (heads < 1).all() and 0 < a["uniform"]["scene"] < 1
+        assert abs(heads[0].mean() - a["uniform"]["scene"]) < 0.15  # an untrained first layer looks about evenly
+        assert np.array(a["maps"]).shape == (2, 2, 2, 2)  # scenes, things, and a grid of 2 x 2 tokens
+    far = {k: found[f"selection-{k}-0"]["far"] for k in ("dense", "msa", "shared", "token", "local", "random")}
+    assert far["dense"]["captured"] == 1 and far["dense"]["overlap"] is None and all(0.5 < far[k]["captured"] < 1 for k in far if k != "dense")
+    assert far["shared"]["overlap"] == far["local"]["overlap"] == 1 and 0 < far["msa"]["overlap"] < 1 and 0 < far["random"]["overlap"] < 1
+    assert all(7 < x < 9 for f in far.values() for x in (f["late_loss"], *f["needle_nats"].values()))
+    picks = far["msa"]["picks"]
+    assert len(picks) == 2 and all(q[0] == i and max(q) <= i for head in picks for i, q in enumerate(head))  # the local block first, none ahead
+    assert "scene" in found["recipes-cpt-0"]["final"] and "scene" not in found["recipes-cpt-no_pictures-0"]["final"]
+
+
+def test_study_goes_on_where_it_stopped(rehearsed, tmp_path):
+    """A second call once ran everything again; a table once mixed runs of other commands; --minutes starts nothing late; --redraw runs nothing."""
+    out = tmp_path / "out"
+    shutil.copytree(rehearsed[0], out)
+    stamps = {f: f.stat().st_mtime_ns for f in (out / "results").glob("*.json")}
+    began = time.time()
+    code, said = rehearse("selection", out, "--seeds", "0")
+    assert code == 0 and "bits a byte" not in said and time.time() - began < 10
+    assert {f: f.stat().st_mtime_ns for f in stamps} == stamps
+    code, said = rehearse("recipes", out, "--seeds", "0", "--only", "text_only", "--minutes", "0")
+    assert code == 0 and "1 runs not started" in said and len(kept(out)) == len(stamps)
+    (out / "results" / "selection.md").unlink()
+    code, said = rehearse("all", out, "--redraw")
+    assert code == 0 and (out / "results" / "selection.md").exists() and len(kept(out)) == len(stamps)
+    file = out / "results" / "selection-msa-0.json"
+    file.write_text(file.read_text().replace("--max_steps 4", "--max_steps 5"))
+    code, said = rehearse("selection", out, "--redraw")
+    assert code == 1 and "selection-msa-0.json was made by another command" in said
+
+
+def test_study_side_by_side_and_failures(tmp_path, rehearsed, monkeypatch):
+    """Runs in processes of their own give what runs in this one give; a run that fails is named, and the others go on."""
+    import study
+
+    monkeypatch.setitem(study.RUNS, "frames-1", "--native --frames_per_segment few")
+    shutil.copytree(rehearsed[0] / "needles", tmp_path / "needles")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "frames-timing.json").write_text("{}")
+    monkeypatch.setattr(study, "prepare", lambda *_: None)
+    code, said = rehearse("frames", tmp_path, "--seeds", "0", "--parallel", "2", "--only", "1")
+    assert code == 1 and "failed: frames-1, seed 0" in said and "--frames_per_segment: invalid int value" in said and "1 of 1 runs failed" in said
+    code, said = rehearse("selection", tmp_path, "--seeds", "0", "--parallel", "2", "--only", "dense")
+    assert code == 0, said
+    assert kept(tmp_path)["selection-dense-0"]["final"] == kept(rehearsed[0])["selection-dense-0"]["final"]
+
+
+def test_study_tables_from_known_results():
+    """Mean and range in the wrong order, a missing seed counted as zero, guessing printed as a result."""
+    import study
+
+    found = {}
+    for seed, bits, scene in ((0, 1.0, 0.25), (1, 1.5, None), (2, 1.25, 0.75)):
+        found["recipes-native", seed] = {"run": "recipes-native", "seed": seed, "final": {"bits_per_byte": bits, "scene": scene}, "chance": {"scene": 0.004},
+                                         "hardware": "H", "torch": "2", "steps": 7, "text": "abc"}  # fmt: skip
+    found["recipes-text_only", 1] = {**found["recipes-native", 0], "run": "recipes-text_only", "seed": 1, "final": {"bits_per_byte": 2.0}, "text": "other"}
+    lines = study.table("recipes", found).splitlines()
+    assert "| native | 1.250 (1.000 to 1.500) | - | 50.0 (25.0 to 75.0) | - | - | - | 3 | `recipes-native` |" in lines
+    assert "| text only | 2.000 | - | - | - | - | - | 1 | `recipes-text_only` |" in lines
+    assert "| *guessing* |  |  | 0.4 |  |  |  |  |  |" in lines
+    assert any("seeds 0, 1, 2" in x and "NOT the same text" in x for x in lines) and lines[-1].startswith("Not run: mid-training from 30%")
+
+
+def test_study_plan():
+    """The number of runs that the docstring promises; seed 0 of everything before seed 1; the flags of every run are accepted."""
+    import study
+    import train
+
+    jobs = study.plan(list(study.ROWS), None, "")
+    assert f"{len(jobs)} runs" in study.__doc__ and {run for run, _ in jobs} == set(study.RUNS) and len(set(jobs)) == len(jobs)
+    assert [seed for _, seed in jobs] == sorted(seed for _, seed in jobs) and ("index-64x8", 1) not in jobs
+    readme = (HERE / "README.md").read_text()
+    with torch.device("meta"):
+        size = M3(M3Config.of_size("study", vocab_size=data.Tokenizer().vocab_size)).parameters_total()
+    assert f"{len(jobs)} short runs" in readme and f"models of {size / 1e6:.0f}M parameters trained for 600 or 800 steps" in readme
+    for run in study.RUNS:
+        s = train.settle(train.parse(study.flags_of(run, Path("out"), tiny=False)))
+        assert s["preset"] == "study" and s["compile"] is False and s["max_steps"] == (800 if s.get("text") else 600)
+    for start, said in ((0.3, "59%"), (0.6, "71%"), (0.7, "77%")):
+        text, seen = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"] / (1 - start)
+        assert f"{seen / (seen + text):.0%}" == said and said in study.__doc__
+    for flags, said in ((["nonsense"], "there is no experiment 'nonsense': only recipes"), (["recipes", "--only", "x9"], "--only x9"),
+                        (["all", "--parallel", "0"], "--parallel"), (["all", "--minutes", "nan"], "--minutes")):  # fmt: skip
+        code, printed = call("study.py", *flags)
+        assert code == 1 and said in printed, printed
+
+
+def test_needles_can_be_found():
+    """A definition put in the wrong place, or a question whose value is not the one defined, would make retrieval impossible."""
+    import study
+
+    tok = data.Tokenizer()
+    source = (HERE / "train.py").read_text()
+    woven = study.weave(source, random.Random(0)).split("\n")
+    lines = Counter(x.strip() for x in woven)
+    lines.subtract(x.strip() for x in source.split("\n"))
+    assert len(woven) == len(source.split("\n")) + sum(lines.values()) and all(n >= 0 for n in lines.values())
+    put_in = [x for x, n in lines.items() if n]
+    assert len(put_in) > 50 and all(re.fullmatch("[a-z]{6} = [a-z]{6}", x) for x in put_in) and max(lines.values()) == 4
+    assert len({x.split()[0] for x in put_in}) == len(put_in)  # no name has two values
+    filler = np.array(tok.encode((HERE / "train.py").read_text()))
+    for distance in (7, 100, 448):
+        tokens, targets = study.needle_rows(tok, filler, 512, distance, 5)
+        for x, y in zip(tokens.tolist(), targets.tolist()):
+            first = next(i for i, t in enumerate(y) if t >= 0)
+            name = tok.decode(x[first - 20 : first + 1]).rsplit("\n", 1)[1].removesuffix(" =")
+            wanted = tok.decode([t for t in y if t >= 0])
+            definition = tok.encode(f"\n{name} ={wanted}\n")
+            question = len(tok.encode(f"\n{name} ="))
+            assert x[first + 1 - question - distance - len(definition) : first + 1 - question - distance] == definition
 
 
 if __name__ == "__main__":

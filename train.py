@@ -37,6 +37,11 @@ PRESETS = {
         "context": 256, "batch_size": 6, "vision_context": 80, "vision_rows": 28, "max_steps": 400, "lr": 1.2e-3, "eval_interval": 200, "corpus_bytes": 12_000_000,
         "pictures": 32, "canvas": 56, "tasks": "single=1", "eval_items": 200, "eval_rows": 64,
     },
+    "study": {  # study.py's runs, several side by side on one GPU; too short to pay for compiling
+        "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "micro_batch_tokens": 32768, "max_steps": 600, "lr": 1e-3, "eval_interval": 600,
+        "corpus_bytes": 40_000_000, "pictures": 96, "canvas": 112, "tasks": "single=0.35,scene=0.2,clip_of_one=0.3,question=0.15", "eval_items": 300, "eval_rows": 128,
+        "compile": False,
+    },
     "base": {  # one GPU, at most eight minutes on an H200
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "optimizer": "muon", "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
@@ -79,6 +84,8 @@ def parse(argv=None):
     p.add_argument("--weight_decay", type=float, help="weight decay of the matrices; default 0.1")
     p.add_argument("--optimizer", choices=["adamw", "muon"], help="muon: Muon for the layers' matrices, AdamW for the rest; default adamw")
     p.add_argument("--attention", choices=["msa", "dense", "shared", "token", "local", "random"], help="what sparse layers do; default msa")
+    p.add_argument("--index_block_size", type=int, help="keys in a block; default of the preset (model.SIZES)")
+    p.add_argument("--index_topk_blocks", type=int, help="blocks that a query keeps for each KV head; default of the preset")
     p.add_argument("--index_warmup_steps", type=int, help="steps with a dense main branch while the index learns; default a tenth of max_steps")
     p.add_argument("--index_kl_coef", type=float, help="weight (lambda) of the index KL, summed over layers; default 1.0")
     p.add_argument("--detach", action=on_off, default=None, help="keep the index KL out of the rest of the model; default on")
@@ -112,7 +119,7 @@ DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": 
 # The least that a number may be.
 LEAST = {
     "max_steps": 1, "batch_size": 1, "context": 1, "vision_context": 1, "eval_interval": 1, "micro_batch_tokens": 1, "eval_rows": 1, "canvas": 1,
-    "frames_per_segment": 1, "max_pixels": 1, "vision_rows": 0, "eval_items": 0, "keep": 0, "pictures": 0, "corpus_bytes": 0, "workers": 0, "seed": 0,
+    "frames_per_segment": 1, "max_pixels": 1, "index_block_size": 1, "index_topk_blocks": 1, "vision_rows": 0, "eval_items": 0, "keep": 0, "pictures": 0, "corpus_bytes": 0, "workers": 0, "seed": 0,
     "index_warmup_steps": 0, "weight_decay": 0.0, "index_kl_coef": 0.0, "lr": 0.0, "max_minutes": 0.0,
 }  # fmt: skip
 
@@ -490,6 +497,7 @@ def build(s, tok, prep):
         attention=s["attention"],
         index_detach=s["detach"],
         index_kl_coef=s["index_kl_coef"],
+        **{k: s[k] for k in ("index_block_size", "index_topk_blocks") if s.get(k)},
         vision={
             "patch_size": prep.patch_size,
             "temporal_patch_size": prep.temporal_patch_size,

@@ -1,0 +1,858 @@
+"""What the MiniMax M3 talk says, as experiments that anyone can rerun: fair controls, several seeds, and whatever comes out.
+
+    python study.py all                               every run that is not finished yet, then tables and figures in results/study
+    python study.py recipes                           one experiment: recipes, attention, selection, frames or index
+    python study.py all --parallel 4 --minutes 8      four runs side by side; none is started after 8 minutes: call it again to go on
+    python study.py selection --only msa --seeds 0    one row, one seed
+    python study.py all --redraw                      tables and figures anew from the finished runs, nothing else
+    python study.py recipes --tiny                    a rehearsal on the CPU, in seconds: its numbers mean nothing
+
+A run is `train.py` with the `study` preset and the flags in RUNS below, then a few measurements on its checkpoint. What remains of it
+is one small JSON in results/study, named by experiment, setting and seed, with the command that makes the run again. A run whose JSON
+exists is not run again: delete the file to repeat it. The set is 66 runs:
+
+    recipes    8 settings x 3 seeds. Text only; pictures from the start, from the middle (two starts x two learning rates), after the
+               decay; and the last one's learning rate schedule without any picture. All read the same text, and the same pictures: so
+               an earlier start is a thinner mix (59% of what is read from 30% on is pictures, 71% from 60% on, 77% in CPT)
+    attention  no run of its own: how much the words of native and CPT models look at the picture, and where
+    selection  6 ways to select x 3 seeds, text only, in a context of 2,048 of which 256 tokens are kept. The text is this machine's Python
+               source with lines `name = value` woven in that come again further down (weave, below); it measures copying
+    frames     3 settings x 3 seeds; 4 frames a segment is recipes' native. No clip is longer than 8 frames, so 8 is "unlimited"
+    index      15 settings, one seed: detach and warm-up, lambda, block size and blocks kept. Its baseline is selection's msa
+
+Runs that stand side by side slow each other down, so their seconds mean little; nothing else depends on it. Only the ViT of `frames` is
+timed, alone, before the first run starts. Pictures in figures: OpenMoji, CC BY-SA 4.0.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+OUT = (Path("out_study"), Path("out_study_tiny"))  # of real runs and of the rehearsal
+
+RUNS = {  # what is added to the flags of the preset
+    "recipes-text_only": "--text_only",
+    "recipes-native": "--native",
+    "recipes-midtrain-early": "--midtrain --vision_start 0.3",
+    "recipes-midtrain-late": "--midtrain --vision_start 0.6",
+    "recipes-midtrain-early-half_lr": "--midtrain --vision_start 0.3 --lr 5e-4",
+    "recipes-midtrain-late-half_lr": "--midtrain --vision_start 0.6 --lr 5e-4",
+    "recipes-cpt": "--cpt",
+    "recipes-cpt-no_pictures": "--cpt --vision_rows 0",
+    "selection-msa": "LONG",
+    "selection-dense": "LONG --attention dense",
+    "selection-shared": "LONG --attention shared",
+    "selection-local": "LONG --attention local",
+    "selection-random": "LONG --attention random",
+    "selection-token": "LONG --attention token",  # the last of them: it has no kernel, and takes several times as long
+    "frames-1": "--native --frames_per_segment 1",
+    "frames-2": "--native --frames_per_segment 2",
+    "frames-8": "--native --frames_per_segment 8",
+    "index-no_detach": "LONG --no-detach",
+    "index-no_warmup": "LONG --index_warmup_steps 0",
+    "index-no_detach-no_warmup": "LONG --no-detach --index_warmup_steps 0",
+    "index-lambda0.1": "LONG --index_kl_coef 0.1",
+    "index-lambda10": "LONG --index_kl_coef 10",
+    "index-lambda0.1-no_detach": "LONG --index_kl_coef 0.1 --no-detach",
+    "index-lambda10-no_detach": "LONG --index_kl_coef 10 --no-detach",
+    **{f"index-{b}x{k}": f"LONG --index_block_size {b} --index_topk_blocks {k}" for b in (32, 64, 128) for k in (4, 8, 16) if (b, k) != (32, 8)},
+}
+ROWS = {  # the rows of each table: label -> run
+    "recipes": {
+        "text only": "recipes-text_only",
+        "native": "recipes-native",
+        "mid-training from 30%": "recipes-midtrain-early",
+        "mid-training from 60%": "recipes-midtrain-late",
+        "from 30%, half the rate": "recipes-midtrain-early-half_lr",
+        "from 60%, half the rate": "recipes-midtrain-late-half_lr",
+        "CPT from 70%": "recipes-cpt",
+        "CPT schedule, no pictures": "recipes-cpt-no_pictures",
+    },
+    "attention": {"native": "recipes-native", "CPT": "recipes-cpt"},
+    "selection": {k: f"selection-{k}" for k in ("dense", "msa", "shared", "local", "random", "token")},
+    "frames": {"1 (2D)": "frames-1", "2": "frames-2", "4": "recipes-native", "8 (unlimited)": "frames-8"},
+    "index": {
+        "baseline": "selection-msa",
+        "no warm-up": "index-no_warmup",
+        "no detach": "index-no_detach",
+        "neither": "index-no_detach-no_warmup",
+        "lambda 0.1": "index-lambda0.1",
+        "lambda 10": "index-lambda10",
+        "lambda 0.1, no detach": "index-lambda0.1-no_detach",
+        "lambda 10, no detach": "index-lambda10-no_detach",
+        **{k.removeprefix("index-"): k for k in RUNS if re.fullmatch(r"index-\d+x\d+", k)},  # tokens a block x blocks kept
+    },
+}
+SEEDS = {"recipes": (0, 1, 2), "attention": (0, 1, 2), "selection": (0, 1, 2), "frames": (0, 1, 2), "index": (0,)}
+CLAIMS = {
+    "recipes": "The talk: pictures from the start hardly hurt text; added after the decay (CPT) they harm it; in the middle it depends on the settings.",
+    "attention": "The talk: words hardly look at pictures that came late (CPT); with native training both are one.",
+    "selection": "The talk: a few blocks, chosen by each KV head for itself, lose nothing against dense attention.",
+    "frames": "The talk: four frames in a segment are the sweet spot between a 2D and a fully 3D ViT.",
+    "index": "The talk: the index branch learns by imitation, detached from the rest, after a warm-up.",
+}
+# What the rehearsal changes. The flags in RUNS come after these, so they win.
+TINY = ["--preset", "tiny", "--max_steps", "4", "--eval_interval", "4", "--context", "128", "--batch_size", "2", "--vision_context", "200", "--vision_rows", "2",
+        "--tasks", "single=1,scene=1,clip_of_one=1,question=1", "--pictures", "24", "--eval_items", "4", "--eval_rows", "2", "--corpus_bytes", "100000", "--index_warmup_steps", "1",
+        "--device", "cpu"]  # fmt: skip
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="The talk as experiments: runs, tables and figures.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("name", metavar="NAME", help=f"one of {', '.join(ROWS)}, or all")
+    p.add_argument("--seeds", type=int, nargs="+", metavar="N", help="default 0 1 2, and 0 alone for index")
+    p.add_argument("--only", metavar="TEXT", default="", help="only the runs with this in their name")
+    p.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side on one machine")
+    p.add_argument("--minutes", type=float, metavar="M", help="start no run after M minutes")
+    p.add_argument("--redraw", action="store_true", help="only draw tables and figures again")
+    p.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU with results of its own in OUT/results")
+    p.add_argument("--out", metavar="DIR", help="where runs and woven text are kept; default out_study, with --tiny out_study_tiny")
+    return p.parse_args(argv)
+
+
+def flags_of(run, out, tiny):
+    """All of train.py's flags for a run, but for seed and out_dir."""
+    long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8 --max_steps 800"
+    flags = shlex.split(RUNS[run].replace("LONG", f"{long} --text {shlex.quote(str(out / 'needles'))}"))
+    text = ["--text", os.path.relpath(HERE / "train.py")] if tiny and "--text" not in flags else []
+    return [*(TINY if tiny else ["--preset", "study"]), *text, *flags]
+
+
+def command_of(run, seed, tiny):
+    """The run by hand, after study.py has made the woven text; always in the default folder, wherever it was run."""
+    out = OUT[tiny]
+    return shlex.join(["python", "train.py", *flags_of(run, out, tiny), "--seed", str(seed), "--out_dir", str(out / f"{run}-{seed}")])
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The long text: Python source in which something must be remembered
+
+def secret(rng):
+    """A name and a value that nobody could guess: two words of three syllables."""
+    return tuple("".join(rng.choice("bdlmnrsvz") + rng.choice("aeio") for _ in range(3)) for _ in range(2))
+
+
+def weave(text, rng):
+    """Python source -> the same with a line `name = value` about every 250 characters, and the same line three times more between 60
+    and 6,000 characters further on: what a model can only know by looking back.
+
+    So dense because copying must be learned within a short run; the same line, because then it is the plainest kind of copying."""
+    out, due, at, soon = [], [], 0, rng.randrange(250)
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        ready, due = [d for d in due if d[0] <= at], [d for d in due if d[0] > at]
+        if at >= soon:
+            ready.append((at, "{} = {}".format(*secret(rng))))
+            due += [(at + 60 * 100 ** rng.random(), ready[-1][1]) for _ in range(3)]
+            soon = at + 125 + rng.randrange(250)
+        out += [indent + what for _, what in ready] + [line]
+        at += len(line) + 1
+    return "\n".join(out)
+
+
+def write_needles(folder, path, most):
+    """A folder with every file of find_text(path) woven, until there are `most` bytes. Made once."""
+    import data
+
+    if folder.exists():
+        return
+    made = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    made.mkdir(parents=True)
+    total = 0
+    for content, text in data.find_text(path)[0]:
+        raw = weave(text, random.Random(content)).encode()
+        (made / f"{content[:16]}.py").write_bytes(raw)
+        total += len(raw)
+        if total > most:
+            break
+    made.replace(folder)
+
+
+def needle_rows(tok, filler, context, distance, n, seed=0):
+    """n rows that end in the beginning of a line that stands whole `distance` tokens before it -> tokens [n,T], targets [n,T], -100 but at the value.
+
+    filler: 1-D array of tokens to hide it in. All rows are about `context` long, wherever the definition stands."""
+    import torch
+
+    rng, rows = random.Random(f"needle {seed} {distance}"), []
+    room = context - 64  # definition, question and value take less
+    for _ in range(n):
+        name, value = secret(rng)
+        start = rng.randrange(len(filler) - room)
+        some = filler[start : start + room].tolist()
+        ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\n{name} =")]
+        rows.append((ids, tok.encode(f" {value}"), None, None))
+    tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
+    for i, (ids, value, _, _) in enumerate(rows):
+        end = len(ids) + len(value) - 1
+        tokens[i, :end] = torch.tensor(ids + value[:-1])
+        targets[i, len(ids) - 1 : end] = torch.tensor(value)
+    return tokens, targets
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# What is measured on a checkpoint, beyond what train.py reports
+
+
+def average(x):
+    return sum(x) / len(x)
+
+
+@functools.cache
+def corpus(path, most):
+    """Read once a process: finding the text takes longer than measuring on it."""
+    import data
+
+    return data.Corpus(data.Tokenizer(), path, most)
+
+
+def look(model, tok, prep, settings, kinds=("scene", "clip"), items=32, drawn=3):
+    """Where words look. -> {"mass": {kind: [layers][heads]}, "uniform": {kind: x}, "maps": [...]}
+
+    mass: the share of attention that lands on visual tokens, from the positions that predict the answer, mean over held-out examples;
+    uniform: what it would be if all visible tokens got the same. maps: for the first held-out scenes and each of their two things, the
+    attention on each visual token, mean over layers, heads and the tokens of its name [h][w].
+    """
+    import torch
+
+    import data
+    import msa
+
+    pictures, seen, uniform, maps = data.Pictures(settings["canvas"], settings["pictures"] or None), {}, {}, []
+    layers = [m for m in model.modules() if isinstance(m, msa.MSA)]
+    device = next(model.parameters()).device
+    for kind in kinds:
+        mass, even = [], []
+        for i, e in enumerate(data.heldout(kind, items, pictures)):
+            prompt, answer, patches, grids = data.encode_example(tok, prep, e)
+            n, found = len(answer), []
+
+            def probe(layer, q, k, ids, n=n, found=found):
+                p = msa.attention_weights(q[:, -n:], k, None if ids is None else ids[:, :, -n:], layer.block_size)[0]
+                found.append(p.flatten(1, 2)[0].float())  # [H,n,S]
+
+            for m in layers:
+                m.probe = probe
+            model(torch.tensor([prompt + answer[:-1]]), patches=data.normalize(patches.to(device), prep), grids=grids)
+            for m in layers:
+                m.probe = None
+            places = torch.tensor([j for j, t in enumerate(prompt) if t in (tok.image, tok.clip)], device=device)
+            p = torch.stack(found)  # [layers,H,n,S]
+            mass.append(p[..., places].sum(-1).mean(-1))  # [layers,H]
+            even.append(sum(len(places) / (len(prompt) + j) for j in range(n)) / n)
+            if kind == "scene" and i < drawn:
+                first = len(re.split(r" left of | above ", e.answer)[0])  # characters of the first thing's name
+                ends = [len(tok.decode(answer[: j + 1])) for j in range(n - 1)]
+                h, w = (grids[0, 1:] // prep.merge_size).tolist()
+                at = p[..., places].mean((0, 1))  # [n, visual tokens]
+                names = [[j for j in range(n - 1) if ends[j] <= first], [j for j in range(n - 1) if ends[j] > first + 1]]
+                maps.append([[[round(x, 5) for x in row] for row in at[js].mean(0).view(h, w).tolist()] for js in names])
+        seen[kind] = [[round(x, 4) for x in row] for row in torch.stack(mass).mean(0).tolist()]
+        uniform[kind] = sum(even) / len(even)
+    return {"mass": seen, "uniform": uniform, "maps": maps}
+
+
+def far(model, tok, text, context, rows, needles):
+    """How well a model looks back. -> {"late_loss", "captured", "block_recall", "overlap", "needle": {distance: exact}, "needle_nats", "picks"}
+
+    late_loss: nats a token in the second half of the window. captured and block_recall: msa.selection_recall, mean over sparse layers and
+    rows (1 for dense). overlap: |A and B| / |A or B| of the blocks that two KV heads keep beside the local one, mean over pairs, queries
+    that had to choose and layers; None if none had. needle: a value far back copied exactly; needle_nats: the loss of its tokens. picks: the blocks that each KV head of the middle layer keeps, for the last query of
+    each block [Hkv][queries][K] (msa only).
+    """
+    import torch
+    import torch.nn.functional as F
+
+    import msa
+    import train
+
+    device = next(model.parameters()).device
+    torch.manual_seed(0)  # of random blocks
+    recalls, overlaps, picks = [], [], {}
+
+    def probe(layer, q, k, ids):
+        recalls.append(msa.selection_recall(q, k, ids, layer.block_size))
+        T, first = ids.shape[2], layer.topk * layer.block_size
+        if first < T and layer.topk > 1:
+            at = torch.linspace(first, T - 1, min(64, T - first), device=ids.device).long()
+            kept = torch.zeros(*ids.shape[:2], len(at), -(-T // layer.block_size), dtype=torch.bool, device=ids.device)
+            kept.scatter_(-1, ids[:, :, at].long(), True)  # [B,Hkv,n,blocks]; these queries have no -1
+            kept &= torch.arange(kept.shape[-1], device=ids.device) != (at // layer.block_size)[:, None]
+            for a in range(kept.shape[1]):
+                for b in range(a):
+                    both, any_ = (kept[:, a] & kept[:, b]).sum(-1), (kept[:, a] | kept[:, b]).sum(-1)
+                    overlaps.append((both / any_).mean().item())
+        if layer.kind == "msa" and layer.layer not in picks:
+            picks[layer.layer] = ids[0, :, layer.block_size - 1 :: layer.block_size].tolist()
+
+    sparse = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
+    tokens, targets = train.validation_windows(text, context, rows)
+    late = []
+    for m in sparse:
+        m.probe = probe
+    for x, y in zip(tokens.split(4), targets.split(4)):
+        logits = model(x).logits[:, context // 2 :].float()
+        late.append(F.cross_entropy(logits.flatten(0, 1), y[:, context // 2 :].flatten().to(device), reduction="none"))
+    for m in sparse:
+        m.probe = None
+    out = {"late_loss": torch.cat(late).mean().item(), "overlap": average(overlaps) if overlaps else None, "needle": {}, "needle_nats": {}}
+    out["block_recall"], out["captured"] = (average(x) for x in zip(*recalls)) if recalls else (1.0, 1.0)
+    for part in (32, 8, 4, 2, 1):
+        distance, right, nats = (context - 64) // part, 0, []
+        x, y = needle_rows(tok, text.val, context, distance, needles)
+        for a, b in zip(x.split(4), y.split(4)):
+            logits, b = model(a).logits, b.to(device)
+            right += ((logits.argmax(-1) == b) | (b < 0)).all(-1).sum().item()
+            nats += F.cross_entropy(logits[b >= 0].float(), b[b >= 0], reduction="none").tolist()
+        out["needle"][distance], out["needle_nats"][distance] = right / needles, average(nats)
+    if picks:
+        layer = sorted(picks)[len(picks) // 2]
+        out |= {"picks_layer": layer, "picks": picks[layer]}
+    return out
+
+
+def measure(run, folder, tiny):
+    """-> what is kept of a finished run, beside who ran it. ValueError if it did not reach its last step."""
+    import torch
+
+    import data
+    import sample
+    import train
+
+    log = train.read_log(folder / "log.jsonl")
+    steps = [r for r in log if "eval" not in r]
+    state = sample.read_checkpoint(folder / "ckpt.pt")
+    s = state["settings"]
+    finals = [r for r in log if "eval" in r and r["step"] == s["max_steps"]]
+    if not finals:
+        raise ValueError(f"{run}: stopped at step {state['step']} of {s['max_steps']}")
+    model, tok, prep, settings = sample.load(folder, s["device"])
+    settled = [r["grad_norm"] for r in steps[s["index_warmup_steps"] :]] or [r["grad_norm"] for r in steps]
+    out = {"steps": s["max_steps"], "text": state["corpus"], "final": finals[-1]["eval"], "last": steps[-1], "grad_norm_mean": sum(settled) / len(settled), "grad_norm_max": max(settled)}
+    kinds = [k for k in data.HELDOUT if k in out["final"]]
+    if kinds:
+        pictures = data.Pictures(s["canvas"], s["pictures"] or None)
+        out["chance"] = {k: sum(e.chance for e in items) / len(items) for k in kinds if (items := data.heldout(k, s["eval_items"], pictures))}
+    with torch.no_grad(), torch.autocast(s["device"], dtype=torch.bfloat16, enabled=s["dtype"] == "bf16"):
+        if run in ROWS["attention"].values():
+            out["attention"] = look(model, tok, prep, settings, items=2 if tiny else 32)
+        if run.startswith(("selection", "index")):
+            out["far"] = far(model, tok, corpus(s["text"], s["corpus_bytes"]), s["context"], *((2, 4) if tiny else (16, 100)))
+    return out
+
+
+def time_vit(tiny):
+    """ms and MiB for a clip through the ViT alone, random weights, no gradient, by frames a segment; the median of 7, memory beyond the weights.
+
+    Two kinds of clip: as in training, and a long one of larger pictures, where full 3D attention begins to weigh.
+    """
+    import torch
+
+    import model as m3
+    import vit3d
+
+    device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
+    preset, out = "tiny" if tiny else "study", {}
+    for what, clips, frames, side in (("short", 2, 8, 56), ("long", 1, 16, 56)) if tiny else (("short", 64, 8, 112), ("long", 1, 64, 448)):
+        rows = {}
+        for each in (1, 2, 4, 8, frames):
+            c = m3.M3Config.of_size(preset, vision={"temporal_patch_size": 1, "frames_per_segment": each}).vision
+            torch.manual_seed(0)
+            vit = vit3d.ViT(c).to(device).eval()
+            cut = [vit3d.patchify(torch.randn(frames, 3, side, side), c.patch_size, 1, c.spatial_merge_size, each) for _ in range(clips)]
+            patches, grids = torch.cat([p for p, _ in cut]).to(device), torch.cat([g for _, g in cut])
+            wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+            times, memory = [], None
+            with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                vit(patches, grids)
+                wait()
+                if device == "cuda":
+                    before = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                for _ in range(1 if tiny else 7):
+                    began = time.perf_counter()
+                    vit(patches, grids)
+                    wait()
+                    times.append((time.perf_counter() - began) * 1e3)
+                if device == "cuda":
+                    memory = (torch.cuda.max_memory_allocated() - before) / 2**20 / clips
+            rows[each] = {"ms": sorted(times)[len(times) // 2] / clips, "mib": memory}
+        out[what] = {"frames": frames, "pixels": side, "clips": clips, "by_frames_per_segment": rows}
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def hardware(tiny):
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() and not tiny else f"{os.cpu_count()} CPU cores"
+    return {"hardware": name, "torch": torch.__version__}
+
+
+def train_run(run, seed, out, tiny, parallel):
+    """Train in a process of its own; the rehearsal, one at a time, in this one: importing torch takes longer than its four steps.
+
+    ValueError with the last line that train.py printed if it fails. Everything it printed is in train.log of its folder."""
+    folder = out / f"{run}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    workers = 0 if tiny else max(2, min(6, (os.cpu_count() or 1) // parallel - 1))
+    argv = [*flags_of(run, out, tiny), "--seed", str(seed), "--out_dir", str(folder), "--overwrite", "--workers", str(workers)]
+    with open(folder / "train.log", "w") as log:
+        if tiny and parallel == 1:
+            import train
+
+            handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                    train.main(argv)
+            finally:
+                for n, handler in handlers.items():
+                    signal.signal(n, handler)
+            return folder
+        code = subprocess.run([sys.executable, str(HERE / "train.py"), *argv], stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        said = (folder / "train.log").read_text().strip().splitlines()
+        raise ValueError(f"{run}, seed {seed}: {said[-1] if said else f'exit code {code}'} (see {folder / 'train.log'})")
+    return folder
+
+
+def read_results(results, tiny):
+    """{(run, seed): what is kept of it}, and "timing". ValueError when a file was made by another command than today's: a table must not mix them."""
+    found = {}
+    for file in sorted(results.glob("*.json")):
+        r = json.loads(file.read_text())
+        if "run" in r:
+            if r["run"] not in RUNS or r["command"] != command_of(r["run"], r["seed"], tiny):
+                raise ValueError(f"{file} was made by another command ({r['command']}): delete it, or keep it elsewhere")
+            found[r["run"], r["seed"]] = r
+        else:
+            found["timing"] = r
+    return found
+
+
+def plan(names, seeds, only):
+    """(run, seed) in the order in which an unfinished set says most: seed 0 of everything, then seed 1."""
+    wanted = []
+    for seed in sorted(set(seeds or range(3))):
+        for name in names:
+            if seed in (seeds or SEEDS[name]):
+                wanted += [(run, seed) for run in ROWS[name].values() if only in run]
+    return list(dict.fromkeys(wanted))
+
+
+def write_json(path, what):
+    path.with_suffix(".tmp").write_text(json.dumps(what, separators=(",", ":")) + "\n")
+    path.with_suffix(".tmp").replace(path)
+
+
+def prepare(jobs, out, tiny):
+    """What several runs would all begin with is made once, before them: woven text, tokens, drawings."""
+    import data
+    import train
+
+    if any(RUNS[run].startswith("LONG") for run, _ in jobs):
+        write_needles(out / "needles", HERE / "train.py" if tiny else None, 10**5 if tiny else 4 * 10**7)
+    for run, _ in jobs:
+        s = train.settle(train.parse(flags_of(run, out, tiny)))
+        corpus(s.get("text"), s["corpus_bytes"])
+        if s["recipe"] != "text_only":
+            data.Pictures(s["canvas"], s["pictures"])
+
+
+def run_all(jobs, out, results, args, began):
+    """Run jobs [(run, seed)] in order, args.parallel at a time -> [finished, failed, not started]."""
+    lock, counts, here = threading.Lock(), [0, 0, 0], hardware(args.tiny)
+
+    def one(job):
+        run, seed = job
+        if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
+            counts[2] += 1
+            return
+        start = time.monotonic()
+        try:
+            folder = train_run(run, seed, out, args.tiny, args.parallel)
+            seconds = round(time.monotonic() - start, 1)
+            with lock:  # one at a time: measuring is short, and the models stay out of each other's memory
+                result = {"run": run, "seed": seed, "command": command_of(run, seed, args.tiny), **here, "side_by_side": args.parallel, "seconds": seconds}
+                result |= measure(run, folder, args.tiny)
+                write_json(results / f"{run}-{seed}.json", result)
+                counts[0] += 1
+                print(f"{run}, seed {seed}: {result['final']['bits_per_byte']:.3f} bits a byte, {seconds:.0f} s ({counts[0]} of {len(jobs)})", flush=True)
+            if run not in ROWS["attention"].values():  # those are kept to be looked at with sample.py
+                shutil.rmtree(folder)
+        except (ValueError, OSError, RuntimeError) as e:  # the others go on
+            counts[1] += 1
+            print(f"failed: {run}, seed {seed}: {str(e).strip() or type(e).__name__}", flush=True)
+
+    if args.parallel == 1:
+        for job in jobs:
+            one(job)
+    else:
+        with ThreadPoolExecutor(args.parallel) as pool:
+            try:
+                list(pool.map(one, jobs))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def percent(part, key):
+    return lambda r: None if r.get(part, {}).get(key) is None else 100 * r[part][key]
+
+
+def mass(kind, pick):
+    """mean or max over layers and heads."""
+    return lambda r: 100 * pick([x for layer in r["attention"]["mass"][kind] for x in layer])
+
+
+BITS = ("bits a byte", 3, lambda r: r["final"]["bits_per_byte"])
+SIGHT = [("known picture (%)", 1, percent("final", "picture")), ("scene (%)", 1, percent("final", "scene")), ("clip (%)", 1, percent("final", "clip")),
+         ("question (%)", 1, percent("final", "question")), ("motion of an unseen picture (%)", 1, percent("final", "unseen_clip"))]  # fmt: skip
+COLUMNS = {  # title, digits, what to take of a result
+    "recipes": [BITS, *SIGHT],
+    "attention": [
+        ("scenes: attention on pixels (%)", 1, mass("scene", average)),
+        ("the head with most (%)", 1, mass("scene", max)),
+        ("if spread evenly (%)", 1, lambda r: 100 * r["attention"]["uniform"]["scene"]),
+        ("clips: attention on pixels (%)", 1, mass("clip", average)),
+        ("the head with most (%)", 1, mass("clip", max)),
+        ("if spread evenly (%)", 1, lambda r: 100 * r["attention"]["uniform"]["clip"]),
+    ],
+    "selection": [
+        BITS,
+        ("nats a token, second half", 3, lambda r: r["far"]["late_loss"]),
+        ("attention captured (%)", 1, percent("far", "captured")),
+        ("overlap of KV heads (%)", 1, percent("far", "overlap")),
+    ],  # and the needle at each distance
+    "frames": SIGHT,  # and the times of the ViT
+    "index": [
+        BITS,
+        ("blocks recalled (%)", 1, percent("far", "block_recall")),
+        ("attention captured (%)", 1, percent("far", "captured")),
+        ("index KL", 3, lambda r: r["last"]["index_kl"]),
+        ("gradient norm, mean", 2, lambda r: r["grad_norm_mean"]),
+        ("largest", 2, lambda r: r["grad_norm_max"]),
+    ],
+}
+
+
+def spread(values, digits):
+    """[numbers or None, a seed each] -> "mean (lowest to highest)"."""
+    values = [v for v in values if v is not None]
+    if not values:
+        return "-"
+    text = f"{average(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def of_row(found, run):
+    """The results of a run, by seed."""
+    return [found[k] for k in sorted(k for k in found if k[0] == run)]
+
+
+def distances(found):
+    return sorted({int(d) for k, r in found.items() if k != "timing" and k[0].startswith("selection") for d in r["far"]["needle"]})
+
+
+def about(name, found):
+    """One line: what the numbers are, on what, of what text."""
+    here = [r for run in ROWS[name].values() for r in of_row(found, run)]
+    every = lambda key: ", ".join(sorted({str(r[key]) for r in here}))
+    seeds = sorted({r["seed"] for r in here})
+    many = f"mean (lowest to highest) over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"one seed ({seeds[0]})"
+    same = "" if len({r["text"] for r in here}) == 1 else " (NOT the same text for all: do not compare)"
+    return f"{every('hardware')}, torch {every('torch')}; {every('steps')} steps; {many}; text {every('text')}{same}"
+
+
+def table(name, found):
+    """The Markdown of an experiment, from whatever runs are there."""
+    columns = list(COLUMNS[name])
+    if name == "selection":
+        columns += [(f"needle, {d:,} tokens back (%)", 0, lambda r, d=d: 100 * r["far"]["needle"][str(d)]) for d in distances(found)]
+        columns.append(("its tokens, nats each, over all distances", 2, lambda r: average(r["far"]["needle_nats"].values())))
+    lines = [f"# {name}", "", CLAIMS[name], ""]
+    timing = found.get("timing", {}) if name == "frames" else {}
+    heads = [*(t for t, _, _ in columns)]
+    for t in timing.values():
+        if isinstance(t, dict):
+            heads += [f"ViT, a clip of {t['frames']} x {t['pixels']} px (ms)"] + (["its memory (MiB)"] if next(iter(t["by_frames_per_segment"].values()))["mib"] else [])
+    lines += ["| " + " | ".join(["", *heads, "seeds", "run"]) + " |", "|" + "---|" * (len(heads) + 3)]
+    missing, chance = [], {}
+    for label, run in ROWS[name].items():
+        rows = of_row(found, run)
+        if not rows:
+            missing.append(label)
+            continue
+        cells = [label, *(spread([get(r) for r in rows], digits) for _, digits, get in columns)]
+        for t in timing.values():
+            if isinstance(t, dict):
+                each = label.split()[0] if label != "8 (unlimited)" else str(t["frames"])
+                x = t["by_frames_per_segment"][each]
+                cells += [f"{x['ms']:.2f}"] + ([f"{x['mib']:.1f}"] if x["mib"] else [])
+        lines.append("| " + " | ".join([*cells, str(len(rows)), f"`{run}`"]) + " |")
+        chance |= rows[0].get("chance", {})
+    if chance and name in ("recipes", "frames"):
+        by_title = dict(zip((t for t, _, _ in SIGHT), ("picture", "scene", "clip", "question", "unseen_clip")))
+        cells = [f"{100 * chance[by_title[t]]:.2g}" if by_title.get(t) in chance else "" for t, _, _ in columns]
+        lines.append("| " + " | ".join(["*guessing*", *cells, *[""] * (len(heads) - len(cells) + 2)]) + " |")
+    lines += ["", about(name, found) + ".", "", f"A row again: delete its JSON files, then `python study.py {name} --only RUN`."]
+    if missing:
+        lines += ["", f"Not run: {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Figures, 8.5 inches wide: 850 pixels in a README
+
+
+def dots(ax, rows, get, color, marker="o", label=None, shift=0.0):
+    """A row a label from top to bottom: every seed a small dot, their mean a marker, a line from lowest to highest."""
+    for i, results in enumerate(rows):
+        values = [v for v in (get(r) for r in results) if v is not None]
+        if values:
+            y = i + shift
+            ax.plot([min(values), max(values)], [y, y], color=color, lw=1.5, alpha=0.6)
+            ax.plot(values, [y] * len(values), ".", color=color, ms=4, alpha=0.6)
+            ax.plot([average(values)], [y], marker, color=color, ms=6, label=label)
+            label = None
+
+
+def name_rows(ax, labels):
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    ax.grid(axis="x", alpha=0.3)
+
+
+def draw_recipes(plt, found, labels, rows):
+    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 0.42 * len(labels) + 1.9), sharey=True, layout="constrained")
+    dots(a, rows, BITS[2], "tab:blue")
+    a.set_xlabel("text, bits a byte (less is better)")
+    for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
+        dots(b, rows, get, f"C{k}", marker, title.removesuffix(" (%)"), 0.14 * (k - 2))
+    b.set(xlabel="held out, exact answers (%)", xlim=(-3, 103))
+    name_rows(a, labels)
+    b.grid(axis="x", alpha=0.3)
+    fig.legend(*b.get_legend_handles_labels(), fontsize=7, loc="outside upper center", ncols=5)
+    return fig
+
+
+def draw_frames(plt, found, labels, rows):
+    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+    for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
+        points = [(i, [v for v in map(get, results) if v is not None]) for i, results in enumerate(rows)]
+        points = [(i, v) for i, v in points if v]
+        if points:
+            x, mean = [i for i, _ in points], [average(v) for _, v in points]
+            low, high = [m - min(v) for m, (_, v) in zip(mean, points)], [max(v) - m for m, (_, v) in zip(mean, points)]
+            a.errorbar(x, mean, (low, high), marker=marker, ms=5, capsize=3, label=title.removesuffix(" (%)"))
+    a.set_xticks(range(len(labels)), labels)
+    a.set(xlabel="frames a segment", ylabel="held out, exact answers (%)", ylim=(-3, 103))
+    a.grid(alpha=0.3)
+    a.legend(fontsize=7)
+    for t in (found.get("timing") or {}).values():
+        if isinstance(t, dict):
+            each = {int(k): x["ms"] for k, x in t["by_frames_per_segment"].items()}
+            b.plot(each.keys(), [x / each[1] for x in each.values()], marker="o", label=f"{t['frames']} frames of {t['pixels']} px: {each[1]:.2f} ms at 1")
+            b.set(xscale="log", xlabel="frames a segment", ylabel="ViT, time of a clip (1 frame a segment = 1)")
+            b.set_xticks(list(each), list(each))
+            b.minorticks_off()
+    b.grid(alpha=0.3)
+    if b.lines:
+        b.set_ylim(0, 1.1 * max(y for line in b.lines for y in line.get_ydata()))
+        b.legend(fontsize=7, loc="upper left")
+    return fig
+
+
+def draw_selection(plt, found, labels, rows):
+    fig = plt.figure(figsize=(8.5, 5.6))
+    top, bottom = fig.add_gridspec(2, 1, height_ratios=(1, 0.95), hspace=0.35, left=0.09, right=0.985, top=0.97, bottom=0.1)
+    a, b = (fig.add_subplot(g) for g in top.subgridspec(1, 2, wspace=0.25))
+    dots(a, rows, lambda r: r["far"]["late_loss"], "tab:blue")
+    a.set_xlabel("loss in the second half of the window (nats a token)")
+    name_rows(a, labels)
+    far_away = distances(found)
+    for label, results in zip(labels, rows):
+        if results:
+            b.plot(far_away, [average([100 * r["far"]["needle"][str(d)] for r in results]) for d in far_away], marker="o", ms=4, label=label)
+    b.set(xscale="log", xlabel="tokens between definition and question", ylabel="value copied exactly (%)", ylim=(-3, 103))
+    b.set_xticks(far_away, [str(d) for d in far_away])
+    b.minorticks_off()
+    b.grid(alpha=0.3)
+    b.legend(fontsize=7, ncols=2)
+    some = next((r["far"] for r in of_row(found, "selection-msa") if "picks" in r["far"]), None)
+    if some:
+        heads = some["picks"]
+        cells = bottom.subgridspec(1, len(heads), wspace=0.1)
+        n = len(heads[0])
+        for h, queries in enumerate(heads):
+            ax = fig.add_subplot(cells[h])
+            ax.imshow([[1.0 if j in kept else 0.15 if j <= i else 0.0 for j in range(n)] for i, kept in enumerate(queries)], cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            ax.set_title(f"KV head {h}", fontsize=8)
+            ax.set_xlabel("block of keys", fontsize=8)
+            ax.tick_params(labelsize=7)
+            if h:
+                ax.set_yticks([])
+            else:
+                ax.set_ylabel(f"block of the query\n(msa, layer {some['picks_layer']}, dark: kept)", fontsize=8)
+    return fig
+
+
+def draw_index(plt, found, labels, rows):
+    fig, axes = plt.subplots(2, 2, figsize=(8.5, 6.4), height_ratios=(1, 1.15), layout="constrained")
+    by_label = dict(zip(labels, rows))
+    chosen = [label for label in labels if not re.fullmatch(r"\d+x\d+", label)]
+    for ax, (title, get), color in zip(axes[0], (("text, bits a byte", BITS[2]), ("attention captured (%)", percent("far", "captured"))), ("tab:blue", "tab:green")):
+        dots(ax, [by_label[label] for label in chosen], get, color)
+        name_rows(ax, chosen)
+        ax.set_xlabel(title)
+    axes[0][1].set_yticklabels([])
+    sizes, kept = (32, 64, 128), (4, 8, 16)
+    for ax, (title, digits, get) in zip(axes[1], (BITS, ("attention captured (%)", 1, percent("far", "captured")))):
+        cells = [[next((get(r) for r in by_label["baseline" if (b, k) == (32, 8) else f"{b}x{k}"]), math.nan) for k in kept] for b in sizes]
+        ax.imshow(cells, cmap="viridis")
+        for i, row in enumerate(cells):
+            for j, x in enumerate(row):
+                if not math.isnan(x):
+                    ax.text(j, i, f"{x:.{digits}f}\n{sizes[i] * kept[j]:,} kept", ha="center", va="center", fontsize=8, color="white", bbox={"color": "black", "alpha": 0.45, "pad": 1.5})
+        ax.set(title=title, xlabel="blocks kept", ylabel="tokens a block")
+        ax.set_xticks(range(3), kept)
+        ax.set_yticks(range(3), sizes)
+    return fig
+
+
+def draw_attention(plt, found, labels, rows):
+    import numpy as np
+
+    import data
+    import train
+
+    some = [(label, results[0]) for label, results in zip(labels, rows) if results]
+    maps = [r["attention"]["maps"] for _, r in some]
+    tall = 1.95 * len(maps[0])
+    fig = plt.figure(figsize=(8.5, 2.9 + tall))  # heat maps 1.6 inches high, a scene 1.95
+    whole = {"left": 0.06, "right": 0.98}
+    top = fig.add_gridspec(1, 1, top=1 - 0.25 / (2.9 + tall), bottom=1 - 1.85 / (2.9 + tall), **whole)[0]
+    bottom = fig.add_gridspec(1, 1, top=1 - 2.45 / (2.9 + tall), bottom=0.45 / (2.9 + tall), **whole)[0]
+    cells = top.subgridspec(1, 2, wspace=0.15)
+    means = []
+    for label, results in zip(labels, rows):
+        each = [r["attention"]["mass"]["scene"] for r in results]
+        means.append((label, [[100 * average(x) for x in zip(*layers)] for layers in zip(*each)]))
+    most = max([x for _, m in means for layer in m for x in layer] or [1])
+    axes = []
+    for cell, (label, m) in zip(cells, means):
+        if m:
+            ax = fig.add_subplot(cell)
+            axes.append(ax)
+            drawn = ax.imshow(m, cmap="inferno", vmin=0, vmax=most, aspect="auto")
+            ax.set_title(f"{label}: attention of caption words on pixels (%)", fontsize=8)
+            ax.set_xlabel("head", fontsize=8, labelpad=1)
+            ax.set_ylabel("layer", fontsize=8)
+            ax.set_xticks(range(len(m[0])))
+            ax.set_yticks(range(len(m)))
+            ax.tick_params(labelsize=7)
+    fig.colorbar(drawn, ax=axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
+    s = train.settle(train.parse(shlex.split(some[0][1]["command"])[2:]))
+    scenes = data.heldout("scene", len(maps[0]), data.Pictures(s["canvas"], s["pictures"] or None))
+    grid = bottom.subgridspec(len(scenes), 2 * len(some), hspace=0.15, wspace=0.05)
+    for i, e in enumerate(scenes):
+        names = re.split(r" (?:left of|above) ", e.answer)
+        top_of_all = max(x for m in maps for one in m[i] for row in one for x in row)
+        for k, (label, _) in enumerate(some):
+            for j, words in enumerate(names):
+                ax = fig.add_subplot(grid[i, 2 * k + j])
+                light = np.array(maps[k][i][j]) / top_of_all  # [h,w]
+                light = light.repeat(s["canvas"] // light.shape[0], 0).repeat(s["canvas"] // light.shape[1], 1)
+                ax.imshow(e.frames[0].transpose(1, 2, 0) / 255 * (0.1 + 0.9 * light[:, :, None]))
+                ax.set(xticks=[], yticks=[])
+                ax.set_title(f"{label}: {textwrap.shorten(words, 26)}", fontsize=7, pad=2)
+    return fig
+
+
+def draw(name, found, results):
+    """Write results/NAME.md and NAME.png from what is there -> what to print."""
+    labels = list(ROWS[name])
+    rows = [of_row(found, run) for run in ROWS[name].values()]
+    if not any(rows):
+        return f"{name}: no run is finished"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    (results / f"{name}.md").write_text(table(name, found))
+    plt.rcParams.update({"font.size": 8.5})
+    fig = globals()[f"draw_{name}"](plt, found, labels, rows)
+    if fig.get_layout_engine():  # the others place everything themselves
+        fig.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))  # left, bottom, width, height: room for the note
+    note = about(name, found) + (".\nScenes never seen in training, lit where the words look (first seed; one scale a row). Pictures: OpenMoji, CC BY-SA 4.0" if name == "attention" else "")
+    fig.text(0.01, 0.006, note, fontsize=6.5, va="bottom")
+    fig.savefig(results / f"{name}.png", dpi=150)
+    plt.close(fig)
+    return f"{name}: {sum(map(len, rows))} runs in {results / name}.md and .png"
+
+
+def main(argv=None):
+    args, began = parse(argv), time.monotonic()
+    if args.name not in (*ROWS, "all"):
+        raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)} and all")
+    if args.parallel < 1:
+        raise ValueError(f"--parallel must be at least 1, not {args.parallel}")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise ValueError(f"--minutes must not be negative, not {args.minutes}")
+    names = list(ROWS) if args.name == "all" else [args.name]
+    out = Path(args.out) if args.out else OUT[args.tiny]
+    results = out / "results" if args.tiny else HERE / "results" / "study"
+    jobs = plan(names, args.seeds, args.only)
+    if not jobs:
+        raise ValueError(f"--only {args.only}: no run of {args.name} has this in its name")
+    results.mkdir(parents=True, exist_ok=True)
+    found, failed, left = read_results(results, args.tiny), 0, 0
+    if not args.redraw:
+        jobs = [job for job in jobs if job not in found]
+        prepare(jobs, out, args.tiny)
+        if "frames" in names and "timing" not in found:
+            write_json(results / "frames-timing.json", {**hardware(args.tiny), **time_vit(args.tiny)})
+        _, failed, left = run_all(jobs, out, results, args, began)
+        found = read_results(results, args.tiny)
+    for name in names:
+        print(draw(name, found, results))
+    if left:
+        print(f"{left} runs not started after {args.minutes:g} minutes: the same command goes on with them")
+    if failed:
+        raise ValueError(f"{failed} of {len(jobs)} runs failed: see above")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as e:
+        sys.exit(f"study.py: {(str(e).strip() or repr(e)).splitlines()[-1]}")
+    except KeyboardInterrupt:
+        sys.exit("study.py: stopped; the runs that are finished are kept")
