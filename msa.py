@@ -172,7 +172,7 @@ def select_blocks(iq, ik, block_size, topk, lens=None, backend=None):
     _check(iq, keys, lens, "iq")
     B, T, Hkv, Di = iq.shape
     S = keys.shape[1]
-    fast = _kernels(backend, iq, D=Di, block_size=block_size, topk=topk, fp8=fp8)
+    fast = _kernels(backend, iq, Di=Di, block_size=block_size, topk=topk, fp8=fp8)
     if fast is not None:
         return fast.select_blocks(iq, ik, block_size, topk, lens)
     iq, ik = iq.detach().float(), keys.detach().float()

@@ -33,17 +33,17 @@ RECIPES = ("native", "midtrain", "cpt", "text_only")
 
 # One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
 PRESETS = {
-    "tiny": {  # two CPU cores, under six minutes: names of single pictures only, there is no time to learn more
-        "context": 256, "batch_size": 6, "vision_context": 80, "vision_rows": 28, "max_steps": 400, "lr": 1.2e-3, "eval_interval": 200, "corpus_bytes": 12_000_000,
-        "pictures": 32, "canvas": 56, "tasks": "single=1", "eval_items": 200, "eval_rows": 64,
+    "tiny": {  # two CPU cores, under six minutes: single pictures and scenes of a few things, there is no time for clips and questions
+        "context": 256, "batch_size": 6, "vision_context": 80, "vision_rows": 28, "max_steps": 400, "lr": 3e-3, "eval_interval": 200, "corpus_bytes": 12_000_000,
+        "pictures": 32, "canvas": 56, "tasks": "single=0.3,scene=0.7", "eval_items": 200, "eval_rows": 64,
     },
     "study": {  # study.py's runs, several side by side on one GPU; too short to pay for compiling
-        "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "micro_batch_tokens": 32768, "max_steps": 600, "lr": 1e-3, "eval_interval": 600,
+        "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "micro_batch_tokens": 32768, "max_steps": 600, "lr": 3e-3, "eval_interval": 600,
         "corpus_bytes": 40_000_000, "pictures": 96, "canvas": 112, "tasks": "single=0.35,scene=0.2,clip_of_one=0.3,question=0.15", "eval_items": 300, "eval_rows": 128,
         "compile": False,
     },
     "base": {  # one GPU, at most eight minutes on an H200
-        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "optimizer": "muon", "lr": 3e-3, "eval_interval": 400,
+        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
 }  # fmt: skip
@@ -82,7 +82,7 @@ def parse(argv=None):
     p.add_argument("--vision_context", type=int, help="tokens in a row of pictures")
     p.add_argument("--lr", type=float, help="peak learning rate")
     p.add_argument("--weight_decay", type=float, help="weight decay of the matrices; default 0.1")
-    p.add_argument("--optimizer", choices=["adamw", "muon"], help="muon: Muon for the layers' matrices, AdamW for the rest; default adamw")
+    p.add_argument("--optimizer", choices=["adamw", "muon"], help="muon: Muon for the layers' matrices, AdamW for the rest (default); adamw: AdamW for all, at a third of the rate or less")
     p.add_argument("--attention", choices=["msa", "dense", "shared", "token", "local", "random"], help="what sparse layers do; default msa")
     p.add_argument("--index_block_size", type=int, help="keys in a block; default of the preset (model.SIZES)")
     p.add_argument("--index_topk_blocks", type=int, help="blocks that a query keeps for each KV head; default of the preset")
@@ -113,7 +113,7 @@ def parse(argv=None):
 FREE_ON_RESUME = (
     "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
 )  # fmt: skip
-DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "adamw", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
+DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
 
 # The least that a number may be.
