@@ -5,7 +5,7 @@
     python test_all.py -k kernel -s     the kernels against the reference, with every error ratio printed
 
 Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the released architecture and their own promises; 4 data;
-5 training end to end; 6 sampling; 7 decoding and long contexts; 8 the study. A test's docstring names the mistake it guards against.
+5 training end to end; 6 sampling; 7 decoding and long contexts; 8 the study; 9 the README. A test's docstring names the mistake it guards against.
 """
 
 import contextlib
@@ -3326,6 +3326,96 @@ def test_needles_can_be_found():
             definition = tok.encode(f"\n{name} ={wanted}\n")
             question = len(tok.encode(f"\n{name} ="))
             assert x[first + 1 - question - distance - len(definition) : first + 1 - question - distance] == definition
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+# 9. The README says what is so
+
+
+def table_under(words):
+    """The cells of the README's first table after `words`, header and rule left out."""
+    lines = iter((HERE / "README.md").read_text().split(words, 1)[1].splitlines())
+    rows = []
+    for line in lines:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif rows:
+            return rows[2:]
+
+
+def shown(text, *values):
+    """The numbers in a cell are these, rounded as the cell rounds them."""
+    numbers = re.findall(r"\d[\d,]*\.?\d*", text)
+    assert len(numbers) >= len(values), text
+    for number, value in zip(numbers, values):
+        digits = len(number.partition(".")[2])
+        assert abs(float(number.replace(",", "")) - value) <= 0.5001 * 10**-digits, f"{text!r} shows {number}, results say {value}"
+
+
+def results(name):
+    return json.loads((HERE / "results" / name).read_text())
+
+
+def test_readme_kernel_tables():
+    """Tables that were not redrawn after a new timing."""
+    found = results("kernels.json")
+    ms = {(r["operator"], r["T"], r["selection"]): r["ms"] for r in found["rows"] if "ms" in r}
+    rows = table_under("**How fast the kernels are.**")
+    assert len(rows) == 3
+    for cells in rows:
+        T = int(cells[0].replace(",", ""))
+        names = ("select_blocks", ""), ("sparse_attention forward", "random"), ("sparse_attention backward", "random"), ("index_kl and its gradients", "random")
+        ours = [ms[name, T, kind] for name, kind in names]
+        dense = ms["dense cuDNN forward", T, ""] + ms["dense cuDNN backward", T, ""]
+        for cell, value in zip(cells[1:], (*ours, sum(ours), dense, dense / sum(ours))):
+            shown(cell, value)
+        assert ("dense is faster" in cells[7]) == (dense < sum(ours)) and abs(dense / sum(ours) / found["dense_over_ours"][str(T)] - 1) < 1e-9
+    import bench
+
+    found = results("longcontext.json")
+    prompts = {p["T"]: p["ms"] for p in found["prefill"]}
+    rows, sizes = table_under("Reading a prompt and decoding"), (8192, 131072, 2**20)
+    assert len(rows) == 6
+    for S, cell, fp8 in zip(sizes, rows[0][1:], rows[1][1:]):
+        shown(cell, prompts[S]["MSA"], *([prompts[S]["dense cuDNN"]] if "dense cuDNN" in prompts[S] else []))
+        assert bool(fp8) == ("MSA, FP8 index" in prompts[S])
+        if fp8:
+            shown(fp8, prompts[S]["MSA, FP8 index"])
+    for B, (both, fp8) in ((1, rows[2:4]), (8, rows[4:6])):
+        for S, cell, quick in zip(sizes, both[1:], fp8[1:]):
+            shown(cell, bench.best(found["decode"], B, S, "MSA", 4), bench.best(found["decode"], B, S, "dense", 4))
+            shown(quick, bench.best(found["decode"], B, S, "MSA, FP8 index", 4))
+
+
+def test_readme_trained_models():
+    """The first table of the README, against the runs that it tells of."""
+    rows = {cells[0]: cells[1:] for cells in table_under("## What it reaches")}
+    for column, name in enumerate(("tiny_cpu.json", "base_h200.json")):
+        found = results(name)
+        last = found["evaluations"][-1]
+        cell = lambda words: next(cells[column] for head, cells in rows.items() if head.startswith(words))
+        shown(cell("time"), found["wall_seconds"] / 60 if "wall_seconds" in found else last["minutes"])
+        shown(cell("text"), last["bits_per_byte"])
+        shown(cell("`xz"), last.get("xz_bits_per_byte") or found["xz_bits_per_byte_same_bytes"])
+        for words, kind in (("a known picture", "picture"), ("scenes", "scene"), ("clips", "clip"), ("skin tone", "variant"), ("questions", "question"),
+                            ("motion", "unseen_clip")):  # fmt: skip
+            if kind in last:
+                shown(cell(words), 100 * last[kind])
+            else:
+                assert cell(words) == "not trained"
+
+
+def test_readme_commands_exist():
+    """A script or a flag that was renamed, a file in the map that is not there, a picture that is not committed."""
+    text = (HERE / "README.md").read_text()
+    commands = re.findall(r"python (\w+\.py)([^`\n#&]*)", text)
+    assert len(commands) > 20
+    for script, rest in commands:
+        source = (HERE / script).read_text()
+        for flag in re.findall(r"--(?:no-)?([a-z_]+)", rest):
+            assert flag == "help" or f'"--{flag}"' in source, f"{script} has no --{flag}"
+    for path in re.findall(r"\]\((results/[^)]+)\)|`(results/[\w./]+)`", text):
+        assert (HERE / (path[0] or path[1])).exists() or path[1] == "results/study", path
 
 
 if __name__ == "__main__":
