@@ -3393,7 +3393,7 @@ def test_readme_trained_models():
     for column, name in enumerate(("tiny_cpu.json", "base_h200.json")):
         found = results(name)
         last = found["evaluations"][-1]
-        cell = lambda words: next(cells[column] for head, cells in rows.items() if head.startswith(words))
+        cell = lambda words, at=column: next(cells[at] for head, cells in rows.items() if head.startswith(words))
         shown(cell("time"), found["wall_seconds"] / 60 if "wall_seconds" in found else last["minutes"])
         shown(cell("text"), last["bits_per_byte"])
         shown(cell("`xz"), last.get("xz_bits_per_byte") or found["xz_bits_per_byte_same_bytes"])
