@@ -5,6 +5,7 @@
     python study.py all --parallel 4 --minutes 8      four runs side by side; none is started after 8 minutes: call it again to go on
     python study.py selection --only msa --seeds 0    one row, one seed
     python study.py all --redraw                      tables and figures anew from the finished runs, nothing else
+    python study.py needle --ckpt out_long            how far back a model of yours finds a definition, by distance
     python study.py recipes --tiny                    a rehearsal on the CPU, in seconds: its numbers mean nothing
 
 A run is `train.py` with the `study` preset and the flags in RUNS below, then a few measurements on its checkpoint. What remains of it
@@ -115,7 +116,8 @@ TINY = ["--preset", "tiny", "--max_steps", "4", "--eval_interval", "4", "--conte
 
 def parse(argv=None):
     p = argparse.ArgumentParser(description="The talk as experiments: runs, tables and figures.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("name", metavar="NAME", help=f"one of {', '.join(ROWS)}, or all")
+    p.add_argument("name", metavar="NAME", help=f"one of {', '.join(ROWS)}, or all; needle: see --ckpt")
+    p.add_argument("--ckpt", metavar="DIR", help="with needle: a trained model, asked for definitions far back; without it needle makes the text to train on")
     p.add_argument("--seeds", type=int, nargs="+", metavar="N", help="default 0 1 2, and 0 alone for index")
     p.add_argument("--only", metavar="TEXT", default="", help="only the runs with this in their name")
     p.add_argument("--parallel", type=int, default=1, metavar="N", help="runs side by side on one machine")
@@ -313,18 +315,56 @@ def far(model, tok, text, context, rows, needles):
         m.probe = None
     out = {"late_loss": torch.cat(late).mean().item(), "overlap": average(overlaps) if overlaps else None, "needle": {}, "needle_nats": {}}
     out["block_recall"], out["captured"] = (average(x) for x in zip(*recalls)) if recalls else (1.0, 1.0)
-    for part in (32, 8, 4, 2, 1):
-        distance, right, nats = (context - 64) // part, 0, []
-        x, y = needle_rows(tok, text.val, context, distance, needles)
-        for a, b in zip(x.split(4), y.split(4)):
-            logits, b = model(a).logits, b.to(device)
-            right += ((logits.argmax(-1) == b) | (b < 0)).all(-1).sum().item()
-            nats += F.cross_entropy(logits[b >= 0].float(), b[b >= 0], reduction="none").tolist()
-        out["needle"][distance], out["needle_nats"][distance] = right / needles, average(nats)
+    for distance, exact, nats in retrieval(model, tok, text, context, needles):
+        out["needle"][distance], out["needle_nats"][distance] = exact, nats
     if picks:
         layer = sorted(picks)[len(picks) // 2]
         out |= {"picks_layer": layer, "picks": picks[layer]}
     return out
+
+
+def retrieval(model, tok, text, context, needles):
+    """[(tokens to look back, share of `needles` values copied exactly, their loss in nats a token)], from a 32nd of the context to all of it."""
+    import torch.nn.functional as F
+
+    device, out = next(model.parameters()).device, []
+    for part in (32, 8, 4, 2, 1):
+        distance, right, nats = (context - 64) // part, 0, []
+        x, y = needle_rows(tok, text.val, context, distance, needles)
+        for a, b in zip(x.split(max(1, 8192 // context)), y.split(max(1, 8192 // context))):
+            logits, b = model(a).logits, b.to(device)
+            right += ((logits.argmax(-1) == b) | (b < 0)).all(-1).sum().item()
+            nats += F.cross_entropy(logits[b >= 0].float(), b[b >= 0], reduction="none").tolist()
+        out.append((distance, right / needles, average(nats)))
+    return out
+
+
+def needle(ckpt, out, tiny):
+    """`study.py needle`: makes the woven text; with --ckpt, how well that model finds a definition far back, by distance -> needles.json beside it."""
+    import torch
+
+    import sample
+
+    write_needles(out / "needles", HERE / "train.py" if tiny else None, 10**5 if tiny else 4 * 10**7)
+    if ckpt is None:
+        print(f"text to copy from, woven into Python source: {out / 'needles'}. Train on it, then look:")
+        print(f"  python train.py --preset long --text_only --text {out / 'needles'} --out_dir out_long\n  python study.py needle --ckpt out_long")
+        return 0
+    state = sample.read_checkpoint(ckpt)
+    s = state["settings"]
+    if s["context"] < 128:
+        raise ValueError(f"{ckpt} has a context of {s['context']} tokens: too short to hide something in")
+    model, tok, _, settings = sample.load(ckpt, s["device"] if torch.cuda.is_available() else "cpu")
+    device = next(model.parameters()).device.type
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16"):
+        found = retrieval(model, tok, corpus(str(out / "needles"), None), s["context"], 4 if tiny else 100)
+    print(f"{settings['path']}: step {state['step']}, attention {s['attention']}, context {s['context']:,}")
+    for distance, exact, nats in found:
+        print(f"  {distance:6,} tokens back: {exact:6.1%} copied exactly, {nats:.2f} nats a token")
+    keys = ("distance", "exact", "nats")
+    report = {**hardware(tiny), "attention": s["attention"], "context": s["context"], "step": state["step"], "needles": [dict(zip(keys, x)) for x in found]}
+    write_json(settings["path"].with_name("needles.json"), report)
+    return 0
 
 
 def measure(run, folder, tiny):
@@ -819,6 +859,10 @@ def draw(name, found, results):
 
 def main(argv=None):
     args, began = parse(argv), time.monotonic()
+    if args.ckpt and args.name != "needle":
+        raise ValueError(f"--ckpt belongs to needle, not to {args.name}")
+    if args.name == "needle":
+        return needle(args.ckpt, Path(args.out) if args.out else OUT[args.tiny], args.tiny)
     if args.name not in (*ROWS, "all"):
         raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)} and all")
     if args.parallel < 1:

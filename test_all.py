@@ -2622,6 +2622,23 @@ def test_train_refuses_in_one_sentence(flags, said, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_dense_gpt_trains_and_resumes(tmp_path, monkeypatch):
+    """A model without any sparse layer has no index branch: nothing to clip, to recall or to warm up must not be an error."""
+    monkeypatch.setitem(m3.SIZES, "gpt", {**m3.SIZES["tiny"], "dense_layers": 4})  # smaller
+    flags = ("--preset", "gpt", "--text_only", "--context", "32", "--batch_size", "1", "--eval_rows", "1", "--text", str(HERE / "msa.py"), "--out_dir", str(tmp_path / "o"))
+    flags += ("--device", "cpu")
+    code, said = call("train.py", *flags, "--max_steps", "1")
+    assert code == 0 and "attention dense" in said, said
+    row = json.loads((tmp_path / "o" / "log.jsonl").read_text().splitlines()[0])
+    assert row["index_kl"] == 0 and row["index_grad_norm"] == 0 and row["loss"] == row["lm_loss"] > 7
+    code, said = call("train.py", "--resume", "--out_dir", str(tmp_path / "o"), "--max_steps", "2")
+    assert code == 0, said
+    code, said = call("sample.py", "--ckpt", str(tmp_path / "o"), "--prompt", "def f", "--max_tokens", "2")
+    assert code == 0, said
+    code, said = call("train.py", *flags, "--overwrite", "--attention", "shared")
+    assert code == 1 and "no sparse layer for --attention shared" in said
+
+
 def test_used_out_dir_is_not_overwritten(trained):
     """A second run into the same folder needs --resume or --overwrite."""
     before = (trained / "ckpt.pt").read_bytes()
@@ -3279,6 +3296,38 @@ def test_study_tables_from_known_results():
     assert any("seeds 0, 1, 2" in x and "NOT the same text" in x for x in lines) and lines[-1].startswith("Not run: mid-training from 30%")
 
 
+def test_study_needle(rehearsed, tmp_path):
+    """One model asked for definitions far back; the share that is copied must be a share, of rows that hold what is asked for."""
+    out = tmp_path / "out"
+    shutil.copytree(rehearsed[0], out)
+    code, said = rehearse("needle", out)
+    assert code == 0 and f"--text {out / 'needles'}" in said
+    code, said = rehearse("needle", out, "--ckpt", str(out / "recipes-native-0"))
+    assert code == 0 and "64 tokens back" in said, said
+    found = json.loads((out / "recipes-native-0" / "needles.json").read_text())
+    assert [x["distance"] for x in found["needles"]] == [2, 8, 16, 32, 64] and all(x["exact"] == 0 and 7 < x["nats"] < 10 for x in found["needles"])
+
+    import study
+
+    tok = data.Tokenizer()
+    text = SimpleNamespace(val=np.array(tok.encode((HERE / "msa.py").read_text())))
+
+    class Copier(torch.nn.Linear):  # says what followed the last earlier appearance of the two newest tokens
+        def forward(self, x):
+            logits = torch.zeros(*x.shape, tok.vocab_size)
+            for b, row in enumerate(x.tolist()):
+                after = {}
+                for t in range(2, len(row)):
+                    logits[b, t, after.get((row[t - 1], row[t]), 0)] = 9.0
+                    after[row[t - 2], row[t - 1]] = row[t]
+            return SimpleNamespace(logits=logits)
+
+    copied = study.retrieval(Copier(1, 1), tok, text, 256, 8)
+    assert all(exact > 0.6 for _, exact, _ in copied), copied  # the pair before a value may stand elsewhere, too
+    code, said = rehearse("recipes", out, "--ckpt", str(out))
+    assert code == 1 and "--ckpt belongs to needle" in said
+
+
 def test_study_plan():
     """The number of runs that the docstring promises; seed 0 of everything before seed 1; the flags of every run are accepted."""
     import study
@@ -3403,6 +3452,26 @@ def test_readme_trained_models():
                 shown(cell(words), 100 * last[kind])
             else:
                 assert cell(words) == "not trained"
+
+
+def test_readme_presets():
+    """Sizes that changed in the code; gpt is there to be compared with base, so it must stay as large."""
+    import train
+
+    tok, rows, active = data.Tokenizer(), table_under("The presets:"), {}
+    assert [cells[0].split("`")[1] for cells in rows] == list(train.PRESETS)
+    for name, cells in zip(train.PRESETS, rows):
+        with torch.device("meta"):
+            model = train.build(train.settle(train.parse(["--preset", name])), tok, data.Prep())
+        active[name], p = model.parameters_active(), train.PRESETS[name]
+        shown(cells[1], model.parameters_total() / 1e6, active[name] / 1e6)
+        shown(cells[2], p["context"])
+        shown(cells[3], p["batch_size"] * p["context"], p["vision_rows"] * p["vision_context"])
+    assert abs(active["gpt"] / active["base"] - 1) < 0.01
+    sparse, dense = (M3Config.of_size("long", attention=a, vocab_size=4096, image_token_id=1, video_token_id=2) for a in ("msa", "dense"))
+    with torch.device("meta"):
+        sparse, dense = M3(sparse).flops_per_token(32768), M3(dense).flops_per_token(32768)
+    assert f"{sparse / 1e6:,.0f} MFLOP instead of {dense / 1e6:,.0f}" in (HERE / "model.py").read_text()
 
 
 def test_readme_commands_exist():

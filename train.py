@@ -46,6 +46,14 @@ PRESETS = {
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
+    "gpt": {  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
+        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400, "attention": "dense",
+        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
+    },
+    "long": {  # 32K tokens a row; one large GPU
+        "context": 32768, "batch_size": 2, "vision_context": 256, "vision_rows": 64, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
+        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 200, "eval_rows": 16,
+    },
 }  # fmt: skip
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
@@ -161,6 +169,8 @@ def settle(args, saved=None, saved_step=0):
         raise ValueError(f"--vision_start {s['vision_start']} must be in [0, 1) and leave at least one of {s['max_steps']} steps with pictures")
     if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
         raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
+    if s["preset"] == "gpt" and s["attention"] != "dense":
+        raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for --attention {s['attention']}")
     if s.get("mix") is not None and not (0 < s["mix"] <= 1 and ("images" in s or "text" in s)):
         raise ValueError(f"--mix {s['mix']:g} must be above 0 and at most 1, and belongs to --images or --text")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
