@@ -3,7 +3,8 @@
     python bench.py                              the released shape at 8K, 32K and 128K tokens
     python bench.py --lengths 8192 --no-peers    only some of it
     python bench.py --long                       reading a prompt and decoding at 8K to 1M tokens, against dense attention
-    python bench.py --tiny [--long]              a rehearsal on the CPU in Triton's interpreter: the times mean nothing
+    python bench.py --tiles                      other tiles for this card: which cut of the work kernels._tiles should choose
+    python bench.py --tiny [--long | --tiles]    a rehearsal on the CPU in Triton's interpreter: the times mean nothing
 
 The released shape: 64 query heads in 4 groups, dims 128, blocks of 128 keys, 16 kept. Every row: median of several runs after
 warm-up with the spread (slowest - fastest) beside it, TFLOP/s of the products that the definition asks for (backward: 2.5 times
@@ -226,6 +227,29 @@ def peers(table, T, x, block, K, repeats):
     if table.add("fla parallel_nsa forward", T, "random", forward, sparse, q.nbytes, repeats):
         out = forward()
         table.add("fla parallel_nsa backward", T, "random", gradients(out, qkv, do), 2.5 * sparse, 3 * q.nbytes, repeats)
+
+
+def tiles(table, T, x, block, K, repeats):
+    """Every kernel with other tiles (see kernels._tiles), each checked against the first of its kind; prints the fastest."""
+    q, k, v, do, iq, ik = x
+    scale, run, ids, usual = q.shape[3] ** -0.5, torch.ops.nanom3, selection("random", T, k.shape[2], block, K), kernels._tiles
+    out, lse = kernels.sparse_attention(q, k, v, ids, block)
+    kinds = {
+        "attend": lambda: run.sparse_attention(q, k, v, ids, block, None, scale)[:1],
+        "backward": lambda: run.sparse_attention_backward(do, q, k, v, out, lse, ids, block, None, scale),
+        "kl": lambda: run.index_kl(q, k, lse, iq, ik, ids, block, None, scale)[2:],
+    }
+    for kind, f in kinds.items():
+        M, QC, warps, stages = usual(kind, q.dtype, q.shape[3], block)
+        more = [(M, n, w, st) for n in (QC // 2, QC, 2 * QC) for w in (4, 8) for st in (1, 2, 3)] + [(m, QC, warps, stages) for m in (M // 2, 2 * M)]
+        want, best = [y.float() for y in f()], {}
+        for tile in [(M, QC, warps, stages)] if not GPU else dict.fromkeys([(M, QC, warps, stages), *more]):
+            kernels._tiles = lambda which, *rest, kind=kind, tile=tile: tile if which == kind else usual(which, *rest)
+            ms = table.add(f"{kind} {tile}", T, "random", f, 0, 0, repeats)
+            if ms and all(((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(f(), want)):
+                best[tile] = ms
+        kernels._tiles = usual
+        print(f"T {T}: {kind} takes {best[M, QC, warps, stages]:.2f} ms with rows, entries, warps, stages {M, QC, warps, stages} as they are; least: {min(zip(best.values(), best))}")
 
 
 def topk(table, T, Hkv, block, K, repeats):
@@ -535,9 +559,10 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
     print(f"wrote {out / 'longcontext.json'}, longcontext.png and hardware.png")
 
 
-def main():
+def main(argv=None):
     p = argparse.ArgumentParser(description="Time the kernels beside dense attention and public sparse kernels.")
     p.add_argument("--long", action="store_true", help="prefill and decode up to a million tokens")
+    p.add_argument("--tiles", action="store_true", help="time other tiles of the training kernels; writes nothing")
     p.add_argument("--lengths", type=int, nargs="+", help="tokens in the sequence; default 8K, 32K and 128K; with --long to 512K and 1M")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows to decode, with --long")
     p.add_argument(
@@ -545,7 +570,7 @@ def main():
     )
     p.add_argument("--out", default="results", help="folder for the results")
     p.add_argument("--tiny", action="store_true", help="a rehearsal at toy sizes, on the CPU if there is no GPU")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if not GPU and not args.tiny:
         p.exit(1, "bench.py needs a CUDA GPU (python bench.py --tiny rehearses on the CPU)\n")
     H, Hkv, D, block, K = (4, 2, 16, 16, 2) if args.tiny else (64, 4, 128, 128, 16)
@@ -567,6 +592,9 @@ def main():
     for T in lengths:
         x = [torch.randn(1, T, *s, device=DEVICE, dtype=DTYPE) for s in ((H, D), (Hkv, D), (Hkv, D), (H, D), (Hkv, D), (D,))]
         repeats = 7 if T < 100_000 else 3
+        if args.tiles:
+            tiles(table, T, x, block, K, repeats)
+            continue
         mine = ours(table, T, x, block, K, repeats)
         topk(table, T, Hkv, block, K, repeats)
         theirs = dense(table, T, x, repeats)
@@ -581,6 +609,8 @@ def main():
     slower = [T for T, times in totals.items() if times < 1]
     if slower:
         print(f"dense attention is faster up to {max(slower)} tokens")
+    if args.tiles:
+        return
     report |= {"rows": table.rows, "dense_over_ours": totals}
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

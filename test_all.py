@@ -3187,6 +3187,17 @@ def test_sampling_in_a_graph():
         assert a == b and len(a) == 60
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU bench.py itself can run")
+def test_bench_rehearsals(tmp_path):
+    """A timing script that nobody runs for months falls behind the kernels: every row must be there, and both figures."""
+    code, said = call("bench.py", "--tiny", "--out", str(tmp_path))
+    assert code is None and said.count("not run") == said.count("not run: no GPU") == 2, said  # the peers
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert len([r for r in rows if r.get("ms")]) == 2 * 13 and (tmp_path / "kernels.png").stat().st_size > 10_000
+    code, said = call("bench.py", "--tiny", "--tiles")
+    assert code is None and said.count("as they are; least") == 6, said
+
+
 # ------------------------------------------------------------------------------------------------------------------------
 # 8. The talk as experiments
 
