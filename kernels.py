@@ -1103,7 +1103,8 @@ def index_kl(q, k, lse, iq, ik, ids, block_size, lens=None, scale=None):
 # copy rate), in FP8 38 us; the top-k of 4 rows of 8,192 and the two attention kernels wait for latency, not bytes: 6 us and 10 us.
 # Measured (results/longcontext.json): index scan 63 us, in FP8 39; top-k 15 us, more than twice the guess: four programs, each
 # alone with 8,192 numbers; attention and merge 6 us. In a graph the whole step takes 88 us (FP8 63) where cuDNN's dense one takes
-# 474, and for 8 rows 512 (FP8 297) against 3,713.
+# 474, and for 8 rows 512 (FP8 297) against 3,713. Since then such rows are cut into eight (5 us, as measured for rows of 1,024) and
+# their winners ranked again (4 us): 10 us expected, not yet timed.
 
 
 @triton.jit(do_not_specialize=["S", "NB"])
@@ -1138,9 +1139,10 @@ def decode_score_kernel(iq, ik, iks, lens, scores, S, NB, T: tl.constexpr, Hkv: 
 
 
 def decode_topk(scores, lens, block_size, topk):
-    """scores [B,Hkv,T,NB] of blocks, lens [B] int32 -> ids [B,Hkv,T,topk]. One launch up to 8,192 blocks, two beyond."""
+    """scores [B,Hkv,T,NB] of blocks, lens [B] int32 -> ids [B,Hkv,T,topk]. One launch up to 4,096 blocks, two beyond."""
     B, Hkv, T, NB = scores.shape
-    KP, most = _pow2(topk), 2 * MAX_SEGMENT  # few rows: many warps for each, and twice the blocks of chapter 1
+    KP = _pow2(topk)
+    most = MAX_SEGMENT if NB <= MAX_SEGMENT else min(1024, MAX_SEGMENT)  # few rows: for a long one, many programs
     segments, width = -(-NB // most), -(-NB // most) * topk
     _refuse(f"{NB} blocks are too many" if segments > 1 and width > 16384 else None)
     ids = torch.empty(B, Hkv, T, topk, dtype=torch.int32, device=scores.device)
