@@ -53,6 +53,7 @@ INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
+WAYS = tl.constexpr(32)  # places in the lists that the backward kernels work on in turns
 BUDGET = 2**31  # bytes of temporary results at a time: two such buffers and some lists stay under 4 GB, whatever T is
 MAX_SEGMENT = 4096  # block scores that one program ranks in registers
 SMALL_CARD = 150_000  # bytes of shared memory below which tiles shrink
@@ -419,6 +420,14 @@ def _find(x, bg0, t0, Tp, Hkv: tl.constexpr):
 
 
 @triton.jit
+def _spread(WAYS: tl.constexpr):
+    """This program's number in the lists: WAYS places far apart are worked on in turns. A block that very many queries keep fills many
+    programs in a row; if they ran at the same time, all would add to the same rows of its gradient at the same time."""
+    i = tl.program_id(0)
+    return i % WAYS * (tl.num_programs(0) // WAYS) + i // WAYS
+
+
+@triton.jit
 def _open(mine, e0, ids, lens, bg0, t0, Tp, T, Hkv: tl.constexpr, K: tl.constexpr, BS: tl.constexpr, QC: tl.constexpr):
     """What a program must know of its list, whose first entry is e0: row, group, block, the row's length, how many queries of the
     piece are those of groups before, how many entries there are, and whether one of them does not see the whole block."""
@@ -500,7 +509,7 @@ def _invert(ids, lens, piece, Hkv, NB, block_size, TC, QC):
     R = max(1, 1024 // KP)
     rank_kernel[(triton.cdiv(NX, R),)](ids, lens, counts, rank, bg0, t0, Tp, T, NX, NB, TC, NCT, Hkv, K, KP, block_size, QC, R)
     ends = torch.cumsum(counts // QC, 0, dtype=torch.int32)
-    programs = min(NE, NE // QC + lists)  # there cannot be more; those beyond the last find -1 and end at once
+    programs = triton.cdiv(min(NE, NE // QC + lists), WAYS.value) * WAYS.value  # there cannot be more; those beyond the last find -1 and end at once
     entries = torch.full((programs * QC,), -1, dtype=torch.int32, device=ids.device)
     place_kernel[(triton.cdiv(NE, 1024),)](ids, counts, ends, rank, entries, bg0, t0, Tp, T, NE, NB, TC, NCT, K, QC, 1024)
     return entries, rank, programs
@@ -675,7 +684,7 @@ def attend_backward_kernel(q, k, v, do, lse2, delta, ids, lens, entries, dq, dk,
                            Hkv: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
                            BS: tl.constexpr, BSP: tl.constexpr, QC: tl.constexpr, QT: tl.constexpr):  # fmt: skip
     """One program: up to QC entries of one block -> dq [NE,G,D] partials; adds to dk and dv [groups from dbg on,S,D] fp32."""
-    mine = entries + tl.program_id(0) * QC
+    mine = entries + _spread(WAYS) * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return
@@ -830,7 +839,8 @@ def sparse_attention(q, k, v, ids, block_size, lens=None, scale=None):
 # rate.
 # Measured: 22 ms, of which kl_kernel 19 and student_kernel 1.2. 8 warps have a multiprocessor to themselves here, too, and each of
 # the 16 products waits for its exponentials. Tried: 256 entries a program 24.1, and with two stages 24.9, with 64 queries a tile
-# 27.8, with 4 warps 33.5. Where all queries keep the same two sinks it is 41 ms: many programs then add to the same rows of dik.
+# 27.8, with 4 warps 33.5. Where all queries keep the same two sinks it was 41 ms: the programs that ran at the same time all added
+# to the same rows of dik. _spread now keeps them apart; not yet timed.
 
 
 @triton.jit
@@ -908,7 +918,7 @@ def kl_kernel(q, k, lse, iq, ik, ids, lens, entries, zlse, loss, diq, dik, bg0, 
     lse [B,T,H] is the main branch's, zlse [NE // K] the student's over its whole support. Gradients are those of the SUM of all
     KLs. HOLD keeps the block's index keys in shared memory beside its K; else they are fetched again for every tile.
     """
-    mine = entries + tl.program_id(0) * QC
+    mine = entries + _spread(WAYS) * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return
