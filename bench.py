@@ -230,7 +230,7 @@ def peers(table, T, x, block, K, repeats):
 
 
 def tiles(table, T, x, block, K, repeats):
-    """Every kernel with other tiles (see kernels._tiles), each checked against the first of its kind; prints the fastest."""
+    """Every training kernel with other tiles (see kernels._tiles), each checked against those in use; prints the fastest. In a rehearsal only those in use."""
     q, k, v, do, iq, ik = x
     scale, run, ids, usual = q.shape[3] ** -0.5, torch.ops.nanom3, selection("random", T, k.shape[2], block, K), kernels._tiles
     out, lse = kernels.sparse_attention(q, k, v, ids, block)
@@ -249,7 +249,8 @@ def tiles(table, T, x, block, K, repeats):
             if ms and all(((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(f(), want)):
                 best[tile] = ms
         kernels._tiles = usual
-        print(f"T {T}: {kind} takes {best[M, QC, warps, stages]:.2f} ms with rows, entries, warps, stages {M, QC, warps, stages} as they are; least: {min(zip(best.values(), best))}")
+        for name, tile in (("as they are", (M, QC, warps, stages)), ("fastest", min(best, key=best.get, default=None))):
+            print(f"T {T}: {kind} with rows, entries, warps, stages {tile} ({name}): " + (f"{best[tile]:.2f} ms" if tile in best else "does not run"))
 
 
 def topk(table, T, Hkv, block, K, repeats):
@@ -564,18 +565,21 @@ def main(argv=None):
     p.add_argument("--long", action="store_true", help="prefill and decode up to a million tokens")
     p.add_argument("--tiles", action="store_true", help="time other tiles of the training kernels; writes nothing")
     p.add_argument("--lengths", type=int, nargs="+", help="tokens in the sequence; default 8K, 32K and 128K; with --long to 512K and 1M")
-    p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows to decode, with --long")
+    p.add_argument("--batches", type=int, nargs="+", help="rows to decode, with --long; default 1, 8 and 32")
     p.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention and fla's parallel_nsa, too"
     )
-    p.add_argument("--out", default="results", help="folder for the results")
+    p.add_argument("--out", help="folder for the results; default results, of a rehearsal out_bench_tiny")
     p.add_argument("--tiny", action="store_true", help="a rehearsal at toy sizes, on the CPU if there is no GPU")
     args = p.parse_args(argv)
     if not GPU and not args.tiny:
         p.exit(1, "bench.py needs a CUDA GPU (python bench.py --tiny rehearses on the CPU)\n")
-    H, Hkv, D, block, K = (4, 2, 16, 16, 2) if args.tiny else (64, 4, 128, 128, 16)
-    lengths = args.lengths or [2**13, 2**15, 2**17, *[2**19, 2**20][: 2 * args.long]]
-    lengths, batches = ([48, 80], [1, 2]) if args.tiny else (lengths, args.batches)
+    H, Hkv, D, block, K = (4, 2, 32, 16, 2) if args.tiny else (64, 4, 128, 128, 16)
+    lengths = args.lengths or ([48, 80] if args.tiny else [2**13, 2**15, 2**17, *[2**19, 2**20][: 2 * args.long]])
+    batches = args.batches or ([1, 2] if args.tiny else [1, 8, 32])
+    if min(*lengths, *batches) < 1:
+        p.error(f"--lengths and --batches must be at least 1, not {min(*lengths, *batches)}")
+    out = Path(args.out or ("out_bench_tiny" if args.tiny else "results"))
     torch.manual_seed(0)
     report = {
         "device": torch.cuda.get_device_name() if GPU else "CPU, interpreted",
@@ -587,14 +591,14 @@ def main(argv=None):
     print(f"{H} query heads in {Hkv} groups, dims {D}, blocks of {block}, {K} kept")
     print(f"ceilings: matrix product {report['product_tflops']:.0f} TFLOP/s, copy {report['copy_tbs']:.2f} TB/s")
     if args.long:
-        return long(report, lengths, batches, H, Hkv, D, block, K, Path(args.out))
+        return long(report, lengths, batches, H, Hkv, D, block, K, out)
     table, totals = Table(), {}
     for T in lengths:
         x = [torch.randn(1, T, *s, device=DEVICE, dtype=DTYPE) for s in ((H, D), (Hkv, D), (Hkv, D), (H, D), (Hkv, D), (D,))]
         repeats = 7 if T < 100_000 else 3
         if args.tiles:
             tiles(table, T, x, block, K, repeats)
-            continue
+            continue  # nothing else is timed, nothing is written
         mine = ours(table, T, x, block, K, repeats)
         topk(table, T, Hkv, block, K, repeats)
         theirs = dense(table, T, x, repeats)
@@ -612,7 +616,6 @@ def main(argv=None):
     if args.tiles:
         return
     report |= {"rows": table.rows, "dense_over_ours": totals}
-    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "kernels.json").write_text(json.dumps(report, indent=1))
     plot(table.rows, out / "kernels.png")

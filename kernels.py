@@ -16,7 +16,7 @@ and for the few queries of a decoding step, which only memory holds up, the firs
 What they mean, to the letter, is written in msa.py; here is how they are made fast. The numbers that steer every choice are
 those of one H200 at the released shape (B 1, H 64, Hkv 4, D = Di = 128, blocks of 128 keys, K = 16 blocks a query, bf16): 702
 TFLOP/s of matrix products and 4.22 TB/s of device memory, measured in the same run as every "measured" below (torch 2.11,
-Triton 3.6; results/kernels.json), and about 8 TB/s out of the 50 MB of L2 cache. "128K" means T = S = 131,072. No kernel here
+Triton 3.6; results/kernels.json, what was tried results/checks_h200.json), and about 8 TB/s out of the 50 MB of L2 cache. "128K" means T = S = 131,072. No kernel here
 ever writes a T x S tensor.
 
                              8K             32K             128K                floor at 128K
@@ -420,7 +420,7 @@ def _find(x, bg0, t0, Tp, Hkv: tl.constexpr):
 
 
 @triton.jit
-def _spread(WAYS: tl.constexpr):
+def _spread():
     """This program's number in the lists: WAYS places far apart are worked on in turns. A block that very many queries keep fills many
     programs in a row; if they ran at the same time, all would add to the same rows of its gradient at the same time."""
     i = tl.program_id(0)
@@ -684,7 +684,7 @@ def attend_backward_kernel(q, k, v, do, lse2, delta, ids, lens, entries, dq, dk,
                            Hkv: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
                            BS: tl.constexpr, BSP: tl.constexpr, QC: tl.constexpr, QT: tl.constexpr):  # fmt: skip
     """One program: up to QC entries of one block -> dq [NE,G,D] partials; adds to dk and dv [groups from dbg on,S,D] fp32."""
-    mine = entries + _spread(WAYS) * QC
+    mine = entries + _spread() * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return
@@ -918,7 +918,7 @@ def kl_kernel(q, k, lse, iq, ik, ids, lens, entries, zlse, loss, diq, dik, bg0, 
     lse [B,T,H] is the main branch's, zlse [NE // K] the student's over its whole support. Gradients are those of the SUM of all
     KLs. HOLD keeps the block's index keys in shared memory beside its K; else they are fetched again for every tile.
     """
-    mine = entries + _spread(WAYS) * QC
+    mine = entries + _spread() * QC
     e0 = tl.load(mine)
     if e0 < 0:
         return

@@ -109,7 +109,7 @@ class M3Config:
         size["layer_types"] = ["full_attention"] * dense + ["minimax_m3_sparse"] * (n - dense)
         size["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (n - dense)
         size["index_n_heads"], size["projector_hidden_size"] = size["num_key_value_heads"], size["hidden_size"]
-        return cls(vision=ViTConfig(**size.pop("vision"), **(vision or {})), **(size | other))
+        return cls(vision=ViTConfig(**({"temporal_patch_size": 1} | size.pop("vision") | (vision or {}))), **(size | other))
 
     def to_dict(self):
         """Plain data, for checkpoints."""
@@ -128,8 +128,7 @@ class M3Config:
 
 
 # The sizes that train.py --preset offers. dense_layers: how many leading layers have full attention and a dense MLP (three of M3's sixty).
-# gpt is base's counterpart: dense throughout, no experts, as many active parameters. In long attention is nearly everything: at 32K tokens 93% of the
-# products if it were dense; with MSA a token takes 358 MFLOP instead of 1,153.
+# In long attention is nearly everything: at 32K tokens 93% of the products if it were dense; with MSA a token takes 358 MFLOP instead of 1,153.
 SIZES = {
     "tiny": {
         "hidden_size": 128, "num_hidden_layers": 4, "dense_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -149,11 +148,6 @@ SIZES = {
         "index_head_dim": 64, "index_block_size": 64, "index_topk_blocks": 8,
         "vision": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
     },
-    "gpt": {
-        "hidden_size": 512, "num_hidden_layers": 10, "dense_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-        "dense_intermediate_size": 1680,
-        "vision": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
-    },
     "long": {
         "hidden_size": 512, "num_hidden_layers": 8, "dense_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 64,
         "dense_intermediate_size": 2048, "intermediate_size": 512, "shared_intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -161,6 +155,7 @@ SIZES = {
         "vision": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
     },
 }  # fmt: skip
+SIZES["gpt"] = SIZES["base"] | {"dense_layers": 10, "dense_intermediate_size": 1680}  # for comparison: no sparse layer, no experts, as many active parameters
 
 
 @dataclass

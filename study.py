@@ -864,7 +864,7 @@ def main(argv=None):
     if args.name == "needle":
         return needle(args.ckpt, Path(args.out) if args.out else OUT[args.tiny], args.tiny)
     if args.name not in (*ROWS, "all"):
-        raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)} and all")
+        raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)}, all and needle")
     if args.parallel < 1:
         raise ValueError(f"--parallel must be at least 1, not {args.parallel}")
     if args.minutes is not None and not args.minutes >= 0:

@@ -3194,8 +3194,19 @@ def test_bench_rehearsals(tmp_path):
     assert code is None and said.count("not run") == said.count("not run: no GPU") == 2, said  # the peers
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert len([r for r in rows if r.get("ms")]) == 2 * 13 and (tmp_path / "kernels.png").stat().st_size > 10_000
-    code, said = call("bench.py", "--tiny", "--tiles")
-    assert code is None and said.count("as they are; least") == 6, said
+    code, said = call("bench.py", "--tiny", "--tiles", "--lengths", "40")
+    assert code is None and said.count("(as they are)") == said.count("(fastest)") == 3 and "does not run" not in said, said
+    code, said = call("bench.py", "--tiny", "--long", "--lengths", "0")
+    assert code == 2 and "must be at least 1, not 0" in said
+
+
+def test_rehearsals_touch_no_results(tmp_path, monkeypatch):
+    """A rehearsal once put its numbers in the place of those measured on a GPU."""
+    import bench
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "long", lambda *a: str(a[-1]))
+    assert bench.main(["--tiny", "--long"]) == "out_bench_tiny" and not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------------------
@@ -3430,6 +3441,9 @@ def test_readme_kernel_tables():
         for cell, value in zip(cells[1:], (*ours, sum(ours), dense, dense / sum(ours))):
             shown(cell, value)
         assert ("dense is faster" in cells[7]) == (dense < sum(ours)) and abs(dense / sum(ours) / found["dense_over_ours"][str(T)] - 1) < 1e-9
+    worst = results("checks_h200.json")["tests"]
+    for said in (v for k, v in worst.items() if k.startswith("largest")):
+        assert f"within {said:.1e}".replace("e-0", "e-") in (HERE / "README.md").read_text()
     import bench
 
     found = results("longcontext.json")

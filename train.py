@@ -38,7 +38,7 @@ PRESETS = {
         "pictures": 32, "canvas": 56, "tasks": "single=0.3,scene=0.7", "eval_items": 200, "eval_rows": 64,
     },
     "study": {  # study.py's runs, several side by side on one GPU; too short to pay for compiling
-        "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "micro_batch_tokens": 32768, "max_steps": 600, "lr": 3e-3, "eval_interval": 600,
+        "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "max_steps": 600, "lr": 3e-3, "eval_interval": 600,
         "corpus_bytes": 40_000_000, "pictures": 96, "canvas": 112, "tasks": "single=0.35,scene=0.2,clip_of_one=0.3,question=0.15", "eval_items": 300, "eval_rows": 128,
         "compile": False,
     },
@@ -46,15 +46,12 @@ PRESETS = {
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
-    "gpt": {  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
-        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400, "attention": "dense",
-        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
-    },
     "long": {  # 32K tokens a row; one large GPU
         "context": 32768, "batch_size": 2, "vision_context": 256, "vision_rows": 64, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 200, "eval_rows": 16,
     },
 }  # fmt: skip
+PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense"}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "A10G": 70e12, "L4": 121e12, "T4": 65e12}
