@@ -354,7 +354,7 @@ class Folder:
     paths, questions, captions  lists of n; a path is a file name, or the list of file names of a clip's frames
     lengths, visual             lists of n: tokens of the whole example and of its picture alone
     train, held                 indices of the training and of the held-out ones: about every 20th by the hash of the file's
-                                content, so copies of one picture are on the same side, and at least one when there are 10
+                                content, so copies of one picture are on the same side; at least one, but none of fewer than 10
     content                     hash of all pictures and words
     """
 
@@ -362,9 +362,9 @@ class Folder:
         """items: (path, question, caption, length, visual, content hash) of each."""
         self.prep = prep
         self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = (list(column) for column in zip(*items))
-        held = {h for h in hashes if share("own", h) < 0.05}
-        if not held and len(items) >= 10:
-            held = {min(hashes, key=lambda h: share("own", h))}
+        held = set()
+        if len(items) >= 10:
+            held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
         if held >= set(hashes):
             held = set()
         self.train = [i for i, h in enumerate(hashes) if h not in held]
@@ -390,7 +390,7 @@ def read_words(raw: bytes) -> str:
 def wanted(folder: Path):
     """Yield (label, path or list of paths, question, caption) of everything in a folder that is meant to be used; with None for
     the path and the reason for the caption where a line of the table makes no sense."""
-    table = folder / "metadata.jsonl"
+    table, listed = folder / "metadata.jsonl", set()
     if table.is_file():
         for n, line in enumerate(table.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 in a caption ends no line
             if not line.strip():
@@ -405,7 +405,11 @@ def wanted(folder: Path):
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 yield f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"
                 continue
+            listed.add(names if isinstance(names, str) else None)
             yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
+        for file in sorted(folder.iterdir()):
+            if file.suffix.lower() in PICTURE_SUFFIXES and file.with_suffix(".txt").is_file() and file.name not in listed:
+                yield plain(file.name, 100), None, "", "has a .txt, but is not in metadata.jsonl: where that exists nothing else is used"
         return
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):

@@ -14,6 +14,7 @@ cast to bf16 once, and one decoding step is recorded as a CUDA graph: a token is
 
 import argparse
 import codecs
+import contextlib
 import math
 import sys
 import textwrap
@@ -168,6 +169,15 @@ def read_checkpoint(path):
     return state
 
 
+@contextlib.contextmanager
+def fitting(path, *also):
+    """What a checkpoint lacks or has in another form is one sentence: a ValueError. also: more kinds of exception that mean this here."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, RuntimeError, *also) as e:
+        raise ValueError(f"{path} does not fit this version of nanoM3 ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from e
+
+
 def load(path=None, device=None):
     """A checkpoint (None: the newest) -> (model in eval mode, tokenizer, prep, settings with `step` and `path`)."""
     import torch
@@ -177,14 +187,12 @@ def load(path=None, device=None):
 
     path = newest() if path is None else Path(path)
     state = read_checkpoint(path)
-    try:
+    with fitting(path):
         tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
         model = m3.M3(m3.M3Config.from_dict(state["config"]))
         model.load_state_dict(state["model"])
         settings = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
         settings |= {k: state["settings"].get(k) for k in ("images", "mix")}
-    except (KeyError, TypeError, RuntimeError) as e:
-        raise ValueError(f"{path} does not fit this version of nanoM3 ({type(e).__name__}: {str(e).splitlines()[0]})") from e
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
@@ -354,7 +362,7 @@ def main(argv=None):
         raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
     streams = [Stream(tok) for _ in range(args.num_samples)]
     texts, made, began, times, new = [""] * args.num_samples, [], time.perf_counter(), [], []
-    if args.prompt and not clips:
+    if args.prompt and not clips and args.num_samples == 1:
         print(args.prompt, end="", flush=True)
     for step in generate(
         model, ids, patches, grids, min(args.max_tokens, capacity - len(ids)), args.temperature, args.top_k, args.seed, args.num_samples, tok.eod,
@@ -379,7 +387,7 @@ def main(argv=None):
             print(f"--- sample {i + 1}\n{(args.prompt if args.prompt and not clips else '') or ''}{texts[i]}")
     if times:
         said = f"{len(ids):,} prompt tokens, first token after {times[0] * 1e3:.0f} ms"
-        if len(times) > 2:  # the second step also compiles and records
+        if sum(made[2:]):  # the second step also compiles and records
             said += f", then {sum(made[2:]) / (times[-1] - times[1]):.1f} tokens/s"
         print(f"[{said}]", file=sys.stderr)
     if args.attention_map and not new:

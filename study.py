@@ -448,6 +448,9 @@ def hardware(tiny):
     return {"hardware": name, "torch": torch.__version__}
 
 
+RUNNING = set()  # processes that must not outlive this one
+
+
 def train_run(run, seed, out, tiny, parallel):
     """Train in a process of its own; the rehearsal, one at a time, in this one: importing torch takes longer than its four steps.
 
@@ -469,7 +472,10 @@ def train_run(run, seed, out, tiny, parallel):
                 for n, handler in handlers.items():
                     signal.signal(n, handler)
             return folder
-        code = subprocess.run([sys.executable, str(HERE / "train.py"), *argv], stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+        process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *argv], stdout=log, stderr=subprocess.STDOUT)
+        RUNNING.add(process)
+        code = process.wait()
+        RUNNING.discard(process)
     if code:
         said = (folder / "train.log").read_text().strip().splitlines()
         raise ValueError(f"{run}, seed {seed}: {said[-1] if said else f'exit code {code}'} (see {folder / 'train.log'})")
@@ -480,7 +486,13 @@ def read_results(results, tiny):
     """{(run, seed): what is kept of it}, and "timing". ValueError when a file was made by another command than today's: a table must not mix them."""
     found = {}
     for file in sorted(results.glob("*.json")):
-        r = json.loads(file.read_text())
+        try:
+            r = json.loads(file.read_text())
+            known = "run" in r or file.stem == "frames-timing"
+        except (ValueError, TypeError):
+            known = False
+        if not known:
+            raise ValueError(f"{file} is not a result of study.py: delete it, or keep it elsewhere")
         if "run" in r:
             if r["run"] not in RUNS or r["command"] != command_of(r["run"], r["seed"], tiny):
                 raise ValueError(f"{file} was made by another command ({r['command']}): delete it, or keep it elsewhere")
@@ -893,10 +905,17 @@ def main(argv=None):
     return 0
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         sys.exit(main())
     except (ValueError, OSError) as e:
         sys.exit(f"study.py: {(str(e).strip() or repr(e)).splitlines()[-1]}")
     except KeyboardInterrupt:
+        for process in list(RUNNING):
+            process.terminate()
         sys.exit("study.py: stopped; the runs that are finished are kept")

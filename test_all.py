@@ -2238,6 +2238,29 @@ def test_fuzzed_folders(tmp_path):
 # ---- what training sees of it
 
 
+def test_few_pictures_are_all_trained_on(tmp_path):
+    """Of three pictures one was once held out, against what the README says."""
+    for n in range(6):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        for i in range(9):
+            Image.new("RGB", (28, 28), (n, 20 * i, 77)).save(folder / f"{i}.png")
+            (folder / f"{i}.txt").write_text(f"colour {i}")
+        own, report = data.load_folder(folder, data.Prep(), data.Tokenizer(), 100)
+        assert len(own.train) == 9 and not own.held and "0 held out" in report
+
+
+def test_captions_beside_a_table_are_named(tmp_path):
+    """With a metadata.jsonl, pictures that had a .txt of their own vanished without a word."""
+    for i in range(3):
+        Image.new("RGB", (28, 28), (1, 20 * i, 77)).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text(f"colour {i}")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "first"}\n')
+    own, report = data.load_folder(tmp_path, data.Prep(), data.Tokenizer(), 100)
+    assert own.captions == ["first"] and "used 1 of 3" in report
+    assert all(f"{i}.png: has a .txt, but is not in metadata.jsonl" in report for i in (1, 2))
+
+
 def test_held_out_share_is_by_content(tmp_path):
     """A copy of a picture under another name on the other side of the split; a split that moves when a picture is added."""
     folder = colour_folder(tmp_path / "mine", 1)
@@ -2637,6 +2660,28 @@ def test_dense_gpt_trains_and_resumes(tmp_path, monkeypatch):
     assert code == 0, said
     code, said = call("train.py", *flags, "--overwrite", "--attention", "shared")
     assert code == 1 and "no sparse layer for --attention shared" in said
+
+
+def test_resume_of_a_checkpoint_that_does_not_fit(trained, tmp_path):
+    """Each of these parts, missing or of another form, was once a traceback."""
+    out = tmp_path / "o"
+    shutil.copytree(trained, out)
+    whole = torch.load(out / "ckpt.pt", weights_only=True)
+    less = lambda d, k: {a: b for a, b in d.items() if a != k}
+    broken = [less(whole, "optimizers"), less(whole, "corpus"), whole | {"settings": {}}, whole | {"optimizers": whole["optimizers"][:1]}, whole | {"model": {}}]
+    broken += [whole | {"settings": less(whole["settings"], k)} for k in ("optimizer", "vision_context", "max_pixels")] + [whole | {"tokenizer": "x"}, whole | {"step": "x"}]
+    for state in broken:
+        torch.save(state, out / "ckpt.pt")
+        code, said = call("train.py", "--resume", "--out_dir", str(out), "--max_steps", "99")
+        assert code == 1 and f"{out / 'ckpt.pt'} does not fit this version of nanoM3" in said.splitlines()[-1], said
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """--resume said that there was no checkpoint, and the same command again said to give --resume."""
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 8.0}\n')
+    for flags in ((), ("--resume",)):
+        code, said = call("train.py", "--out_dir", str(tmp_path), *flags)
+        assert code == 1 and "before its first checkpoint: there is nothing to resume, give --overwrite" in said
 
 
 def test_used_out_dir_is_not_overwritten(trained):
@@ -3300,6 +3345,37 @@ def test_study_side_by_side_and_failures(tmp_path, rehearsed, monkeypatch):
     code, said = rehearse("selection", tmp_path, "--seeds", "0", "--parallel", "2", "--only", "dense")
     assert code == 0, said
     assert kept(tmp_path)["selection-dense-0"]["final"] == kept(rehearsed[0])["selection-dense-0"]["final"]
+
+
+def test_study_stops_its_runs(tmp_path, rehearsed):
+    """SIGTERM once ended study.py alone: its training went on, and a new start removed the folder under it."""
+    argv = [sys.executable, str(HERE / "study.py"), "recipes", "--tiny", "--seeds", "0", "--only", "native", "--parallel", "2", "--out", str(tmp_path)]
+    study = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    def children():
+        for p in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it ended just now
+                if str(tmp_path / "recipes-native-0").encode() in p.read_bytes():
+                    yield p
+
+    deadline = time.time() + 60
+    while not (tmp_path / "recipes-native-0" / "train.log").exists() and time.time() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    assert list(children()) or not Path("/proc").exists()
+    study.terminate()
+    assert study.wait(60) == 1 and "stopped; the runs that are finished are kept" in study.stderr.read()
+    assert not list(children())  # at once: left alone, such a short run would soon end by itself
+
+
+def test_study_names_a_broken_result(tmp_path):
+    """A file cut short, and one that held no result, which was taken for the timing of the ViT."""
+    import study
+
+    for text in ("{bro", "{}", "[]"):
+        (tmp_path / "recipes-cpt-0.json").write_text(text)
+        with pytest.raises(ValueError, match="recipes-cpt-0.json is not a result of study.py"):
+            study.read_results(tmp_path, True)
 
 
 def test_study_tables_from_known_results():

@@ -457,8 +457,9 @@ def draw_curve(path, log, title):
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
-def choose(args, local=0):
-    """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number."""
+def choose(args, local=0, begun=None):
+    """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number.
+    begun: the dtype of the run that is resumed."""
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -467,7 +468,7 @@ def choose(args, local=0):
         raise ValueError("--device mps: this torch has no MPS device")
     why = "asked for" if args.device else "the best there is"
     device = args.device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    name, dtype, because = device, args.dtype, "asked for"
+    name, dtype, because = device, args.dtype or begun, "asked for" if args.dtype else "as this run began"
     if device == "cuda":
         if local >= (n := torch.cuda.device_count()):
             raise ValueError(f"process {local} finds no GPU: this machine has {n}, start one process a GPU (--nproc_per_node {n})")
@@ -594,7 +595,7 @@ def run(args, on_exit):
     from tqdm import tqdm
 
     import data
-    from sample import read_checkpoint
+    from sample import fitting, read_checkpoint
 
     # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
     rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
@@ -605,6 +606,8 @@ def run(args, on_exit):
     used = ckpt_path.exists() or (out / "log.jsonl").exists()
     if args.resume and args.overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
+    if used and not ckpt_path.exists() and not args.overwrite:
+        raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
     if args.resume and not ckpt_path.exists():
         raise ValueError(f"--resume: there is no {ckpt_path}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
     if used and not (args.resume or args.overwrite):
@@ -612,10 +615,16 @@ def run(args, on_exit):
     if args.resume and args.init_from:
         raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
     state = read_checkpoint(ckpt_path) if args.resume else None
-    if state is not None and args.dtype is None:
-        args.dtype = state["settings"]["dtype"]
-    device, name = choose(args, local)
-    s = settle(args, state and state["settings"], state["step"] if state else 0)
+    begun = None
+    with fitting(ckpt_path):
+        if state is not None:
+            begun = state["settings"]["dtype"]
+            lacking = {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys()
+            if lacking:
+                raise KeyError(min(lacking))
+    device, name = choose(args, local, begun)
+    with fitting(ckpt_path):
+        s = settle(args, state and state["settings"], state["step"] if state else 0)
     init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
     if world > 1:
         if device == "mps" or s["batch_size"] < world:
@@ -630,7 +639,8 @@ def run(args, on_exit):
     autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
 
     # Data
-    tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
+    with fitting(s["init_from"] if init else ckpt_path):
+        tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
@@ -676,12 +686,13 @@ def run(args, on_exit):
     parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
     step = 0
     if state is not None:
-        model.load_state_dict(state["model"])
-        for o, saved in zip(optimizers, state["optimizers"], strict=True):
-            o.load_state_dict(saved)
-        step = state["step"]
-        if state["corpus"] != corpus.content:
-            print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
+        with fitting(ckpt_path, ValueError):
+            model.load_state_dict(state["model"])
+            for o, saved in zip(optimizers, state["optimizers"], strict=True):
+                o.load_state_dict(saved)
+            step, before = state["step"], state["corpus"]
+        if before != corpus.content:
+            print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({before}): it goes on with what is here")
         if own is not None and state.get("own") != own.content:
             print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
     if s.get("compile", device == "cuda"):
@@ -936,4 +947,5 @@ if __name__ == "__main__":
             sys.exit("train.py: out of memory beside the step itself: lower --micro_batch_tokens")
         if not isinstance(e, (ValueError, OSError)):
             raise
-        sys.exit(f"train.py: {(str(e).strip() or repr(e)).splitlines()[-1]}")  # an error of a data worker brings its whole traceback as text: the last line says it
+        said = str(e).strip() or repr(e)
+        sys.exit(f"train.py: {said.splitlines()[-1] if 'Traceback' in said else said}")  # an error of a data worker brings its whole traceback as text: the last line says it
