@@ -390,7 +390,7 @@ def read_words(raw: bytes) -> str:
 def wanted(folder: Path):
     """Yield (label, path or list of paths, question, caption) of everything in a folder that is meant to be used; with None for
     the path and the reason for the caption where a line of the table makes no sense."""
-    table, listed = folder / "metadata.jsonl", set()
+    table = folder / "metadata.jsonl"
     if table.is_file():
         for n, line in enumerate(table.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 in a caption ends no line
             if not line.strip():
@@ -405,11 +405,7 @@ def wanted(folder: Path):
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 yield f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"
                 continue
-            listed.add(names if isinstance(names, str) else None)
             yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
-        for file in sorted(folder.iterdir()):
-            if file.suffix.lower() in PICTURE_SUFFIXES and file.with_suffix(".txt").is_file() and file.name not in listed:
-                yield plain(file.name, 100), None, "", "has a .txt, but is not in metadata.jsonl: where that exists nothing else is used"
         return
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):
@@ -425,6 +421,15 @@ def wanted(folder: Path):
             yield plain(file.name, 100), file, "", text
         except (ValueError, OSError) as error:
             yield plain(note.name, 100), None, "", plain(getattr(error, "strerror", None) or error)
+
+
+def passed_over(folder: Path, things: list) -> list[str]:
+    """Names of pictures beside a .txt that metadata.jsonl, where there is one, does not name: they are not among wanted()'s things."""
+    if not (folder / "metadata.jsonl").is_file():
+        return []
+    named = {p for _, path, _, _ in things for p in (path if isinstance(path, list) else [path])}
+    pictures = (f for f in sorted(folder.iterdir()) if f.suffix.lower() in PICTURE_SUFFIXES and f not in named)
+    return [plain(f.name, 100) for f in pictures if f.with_suffix(".txt").is_file()]
 
 
 def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
@@ -499,7 +504,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
         lines[0] += f", {len(own.train):,} to train on and {len(own.held):,} held out; content {own.content}"
         for what, n in (("tokens a picture or clip", own.visual), ("tokens with words", own.lengths)):
             lines.append(f"  {what}: {min(n):,} at least, {median(n):,g} in the middle, {max(n):,} at most")
-    for what, names in (("left out", bad), ("squeezed to fit", squeezed)):
+    beside = passed_over(folder, things)
+    for what, names in (("left out", bad), ("squeezed to fit", squeezed), ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
         lines += [f"  {what}: {name}" for name in names[:NAMED]]
         lines += [f"  {what}: and {len(names) - NAMED:,} more"] if len(names) > NAMED else []
     report = "\n".join(lines)

@@ -2257,8 +2257,8 @@ def test_captions_beside_a_table_are_named(tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"colour {i}")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "text": "first"}\n')
     own, report = data.load_folder(tmp_path, data.Prep(), data.Tokenizer(), 100)
-    assert own.captions == ["first"] and "used 1 of 3" in report
-    assert all(f"{i}.png: has a .txt, but is not in metadata.jsonl" in report for i in (1, 2))
+    assert own.captions == ["first"] and "used 1 of 1" in report
+    assert all(f"does not name it: {i}.png" in report for i in (1, 2)) and "does not name it: 0.png" not in report
 
 
 def test_held_out_share_is_by_content(tmp_path):
