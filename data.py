@@ -293,6 +293,34 @@ class Corpus:
         self._open()
 
 
+def secret(rng) -> tuple[str, str]:
+    """A name and a value that nobody could guess: two words of three syllables."""
+    return tuple("".join(rng.choice("bdlmnrsvz") + rng.choice("aeio") for _ in range(3)) for _ in range(2))
+
+
+def needle_rows(tok: Tokenizer, filler, context: int, distance: int, n: int, seed: int = 0):
+    """n rows that end in the beginning of a line `name = value` that stands whole `distance` tokens before it -> tokens [n,T],
+    targets [n,T], -100 but at the value.
+
+    filler: 1-D array of tokens to hide it in. All rows are about `context` long, wherever the definition stands. Definition, question
+    and value take less than 64 tokens: distance may be context - 64 at most, and filler needs more than that. ValueError if not."""
+    rng, rows, room = random.Random(f"needle {seed} {distance}"), [], context - 64
+    if not (0 <= distance <= room < len(filler)):
+        raise ValueError(f"a definition {distance} tokens back in a row of {context}, of which 64 are taken, in {len(filler)} tokens of text")
+    for _ in range(n):
+        name, value = secret(rng)
+        start = rng.randrange(len(filler) - room)
+        some = filler[start : start + room].tolist()
+        ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\n{name} =")]
+        rows.append((ids, tok.encode(f" {value}")))
+    tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
+    for i, (ids, value) in enumerate(rows):
+        end = len(ids) + len(value) - 1
+        tokens[i, :end] = torch.tensor(ids + value[:-1])
+        targets[i, len(ids) - 1 : end] = torch.tensor(value)
+    return tokens, targets
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # 3. From pixels to patches and placeholders: ONE path for training, evaluation and sampling (its first half, from files to
 #    pixels, is pictures.load_visual). Prep, which says how, travels inside the checkpoint.

@@ -145,16 +145,13 @@ def command_of(run, seed, tiny):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The long text: Python source in which something must be remembered
 
-def secret(rng):
-    """A name and a value that nobody could guess: two words of three syllables."""
-    return tuple("".join(rng.choice("bdlmnrsvz") + rng.choice("aeio") for _ in range(3)) for _ in range(2))
-
-
 def weave(text, rng):
     """Python source -> the same with a line `name = value` about every 250 characters, and the same line three times more between 60
     and 6,000 characters further on: what a model can only know by looking back.
 
     So dense because copying must be learned within a short run; the same line, because then it is the plainest kind of copying."""
+    from data import secret
+
     out, due, at, soon = [], [], 0, rng.randrange(250)
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
@@ -184,28 +181,6 @@ def write_needles(folder, path, most):
         if total > most:
             break
     made.replace(folder)
-
-
-def needle_rows(tok, filler, context, distance, n, seed=0):
-    """n rows that end in the beginning of a line that stands whole `distance` tokens before it -> tokens [n,T], targets [n,T], -100 but at the value.
-
-    filler: 1-D array of tokens to hide it in. All rows are about `context` long, wherever the definition stands."""
-    import torch
-
-    rng, rows = random.Random(f"needle {seed} {distance}"), []
-    room = context - 64  # definition, question and value take less
-    for _ in range(n):
-        name, value = secret(rng)
-        start = rng.randrange(len(filler) - room)
-        some = filler[start : start + room].tolist()
-        ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\n{name} =")]
-        rows.append((ids, tok.encode(f" {value}"), None, None))
-    tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
-    for i, (ids, value, _, _) in enumerate(rows):
-        end = len(ids) + len(value) - 1
-        tokens[i, :end] = torch.tensor(ids + value[:-1])
-        targets[i, len(ids) - 1 : end] = torch.tensor(value)
-    return tokens, targets
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -327,13 +302,16 @@ def retrieval(model, tok, text, context, needles):
     """[(tokens to look back, share of `needles` values copied exactly, their loss in nats a token)], from a 32nd of the context to all of it."""
     import torch.nn.functional as F
 
+    import data
+    import train
+
     device, out = next(model.parameters()).device, []
     for part in (32, 8, 4, 2, 1):
         distance, right, nats = (context - 64) // part, 0, []
-        x, y = needle_rows(tok, text.val, context, distance, needles)
+        x, y = data.needle_rows(tok, text.val, context, distance, needles)
         for a, b in zip(x.split(max(1, 8192 // context)), y.split(max(1, 8192 // context))):
             logits, b = model(a).logits, b.to(device)
-            right += ((logits.argmax(-1) == b) | (b < 0)).all(-1).sum().item()
+            right += train.exact(logits, b)
             nats += F.cross_entropy(logits[b >= 0].float(), b[b >= 0], reduction="none").tolist()
         out.append((distance, right / needles, average(nats)))
     return out

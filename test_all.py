@@ -2660,6 +2660,78 @@ def test_dense_gpt_trains_and_resumes(tmp_path, monkeypatch):
     assert code == 0, said
     code, said = call("train.py", *flags, "--overwrite", "--attention", "shared")
     assert code == 1 and "no sparse layer for --attention shared" in said
+    code, said = call("train.py", *flags, "--overwrite", "--index_warmup_steps", "3")
+    assert code == 1 and "no sparse layer for --index_warmup_steps 3" in said
+    assert row["block_recall"] == 1 and not row["warmup"]
+
+
+def test_long_trains_resumes_and_looks_back(tmp_path, monkeypatch):
+    """At 32K only a GPU can run it: the same flags in small, with rows longer than what a query keeps, so that attention is sparse. Evaluations
+    ask for needles where they are on, and only there; a resume may turn them off, for they change nothing in training."""
+    import train
+
+    on = {k: train.settle(train.parse(["--preset", k]))["needles"] for k in train.PRESETS}
+    assert on == dict.fromkeys(train.PRESETS, False) | {"long": True}
+    monkeypatch.setitem(m3.SIZES, "long", m3.SIZES["tiny"])
+    out = str(tmp_path / "o")
+    flags = ("--preset", "long", "--context", "128", "--needles", "--text", str(HERE / "train.py"), "--eval_rows", "1", "--vision_rows", "1", "--canvas", "56",
+             "--pictures", "24", "--tasks", "single=1", "--vision_context", "200", "--eval_items", "2", "--index_warmup_steps", "1", "--workers", "0", "--device", "cpu")  # fmt: skip
+    code, said = call("train.py", *flags, "--max_steps", "2", "--out_dir", out)
+    assert code == 0 and "attention msa (keeps 6 x 16 of 128)" in said and "needle_64 0.000" in said, said
+    code, said = call("train.py", "--resume", "--no-needles", "--max_steps", "3", "--out_dir", out, "--workers", "0", "--device", "cpu")
+    assert code == 0, said
+    rows = [json.loads(x) for x in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
+    first, second = ({k for k in r["eval"] if "needle" in k} for r in rows if "eval" in r)
+    assert first == {"needle_4", "needle_32", "needle_64"} and not second and len(rows) == 3 + 2
+    assert [r["warmup"] for r in rows if "eval" not in r] == [True, False, False] and rows[0]["score_recall"] < 1
+    code, said = call("sample.py", "--ckpt", out, "--prompt", "def f", "--max_tokens", "2")
+    assert code == 0, said
+    code, said = call("train.py", *flags[:2], "--context", "64", "--needles", "--device", "cpu", "--out_dir", str(tmp_path / "x"))
+    assert code == 1 and "--needles needs rows of 128 tokens" in said
+
+
+class Copier(torch.nn.Module):
+    """Says what followed the longest earlier appearance of what stands last, within so many tokens: all that a needle asks for."""
+
+    def __init__(self, vocab_size, sight):
+        super().__init__()
+        self.vocab_size, self.sight = vocab_size, sight
+
+    def forward(self, x, targets=None):
+        B, T = x.shape
+        if targets is not None:
+            return SimpleNamespace(lm_loss=torch.tensor(1.0))
+        same, said = torch.zeros(B, T, dtype=torch.long), torch.zeros_like(x)  # same[b,s]: how many tokens up to s and up to t agree
+        for t in range(T):
+            same = torch.where(x == x[:, t : t + 1], torch.nn.functional.pad(same, (1, 0))[:, :T] + 1, 0)
+            seen = same[:, max(0, t - self.sight) : t]
+            if seen.numel():
+                best, at = seen.flip(1).max(1)  # the latest of the longest
+                said[:, t] = torch.where(best > 0, x.gather(1, (t - at)[:, None])[:, 0], 0)
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(said, self.vocab_size))
+
+
+def test_evaluation_measures_copying_by_distance():
+    """Needles of a wrong distance, answers that stand elsewhere, or a count of tokens instead of values: who copies from everywhere must get
+    all, who sees 140 tokens back only the near ones, who looks nowhere none."""
+    import train
+
+    tok = data.Tokenizer()
+    text = SimpleNamespace(val=np.array(tok.encode((HERE / "msa.py").read_text())))
+    needles, windows = train.needles_of(text, tok, 256), train.validation_windows(text, 256, 1)
+    assert list(needles) == [8, 64, 192]
+    for sight, scores in ((256, [1, 1, 1]), (140, [1, 1, 0]), (0, [0, 0, 0])):
+        found = train.evaluate(Copier(tok.vocab_size, sight), {"context": 256}, windows, tok, None, "cpu", contextlib.nullcontext, {}, needles)
+        assert [found[f"needle_{d}"] for d in needles] == scores, found
+    one = {d: (x.clone(), y.clone()) for d, (x, y) in needles.items()}
+    for _, y in one.values():
+        last = int((y[0] >= 0).nonzero()[-1])
+        y[0, last] = (y[0, last] + 1) % 4000  # the last token of one value of twenty
+    found = train.evaluate(Copier(tok.vocab_size, 256), {"context": 256}, windows, tok, None, "cpu", contextlib.nullcontext, {}, one)
+    assert [found[f"needle_{d}"] for d in needles] == [0.95] * 3
+    for context, distance in ((256, 193), (8 * len(text.val), 8)):
+        with pytest.raises(ValueError, match=f"{distance} tokens back in a row of {context}"):
+            data.needle_rows(tok, text.val, context, distance, 1)
 
 
 def test_resume_of_a_checkpoint_that_does_not_fit(trained, tmp_path):
@@ -3465,7 +3537,7 @@ def test_needles_can_be_found():
     assert len({x.split()[0] for x in put_in}) == len(put_in)  # no name has two values
     filler = np.array(tok.encode((HERE / "train.py").read_text()))
     for distance in (7, 100, 448):
-        tokens, targets = study.needle_rows(tok, filler, 512, distance, 5)
+        tokens, targets = data.needle_rows(tok, filler, 512, distance, 5)
         for x, y in zip(tokens.tolist(), targets.tolist()):
             first = next(i for i, t in enumerate(y) if t >= 0)
             name = tok.decode(x[first - 20 : first + 1]).rsplit("\n", 1)[1].removesuffix(" =")

@@ -3,6 +3,8 @@
     python train.py --native                     text and pictures from the first step; device, dtype and size are chosen and explained
     python train.py --preset tiny                the smallest model: a few minutes on two CPU cores
     python train.py --preset base                one GPU of 16 GB or more
+    python train.py --preset long                32K tokens a row; add --attention dense to compare the time of a step
+    python train.py --preset gpt --text_only     a dense GPT of base's active parameters, to compare with --preset base --text_only
     python train.py --resume --out_dir out       go on exactly where a stopped run was
     python train.py --text_only | --midtrain | --cpt     the talk's other recipes: same text in the same order, pictures later or never
 
@@ -51,7 +53,7 @@ PRESETS = {
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 200, "eval_rows": 16,
     },
 }  # fmt: skip
-PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense"}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
+PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense", "index_warmup_steps": 0}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "A10G": 70e12, "L4": 121e12, "T4": 65e12}
@@ -70,7 +72,8 @@ def parse(argv=None):
     g.add_argument("--cpt", dest="recipe", action="store_const", const="cpt", help="pictures enter after the decay, the rate is warmed up again")
     g.add_argument("--text_only", dest="recipe", action="store_const", const="text_only", help="no pictures at all")
     p.add_argument("--vision_start", type=float, metavar="FRACTION", help="where pictures enter; default 0.5 for --midtrain, 0.7 for --cpt")
-    p.add_argument("--preset", choices=list(PRESETS), help="size of model and run; default: base on a GPU, tiny elsewhere")
+    p.add_argument("--preset", choices=list(PRESETS), help="size of model and run: tiny (a CPU), base (a GPU), gpt (base as a plain dense GPT), "
+                   "long (32K tokens a row), study (for study.py); default: base on a GPU, tiny elsewhere")
     p.add_argument("--max_steps", type=int, metavar="N", help="optimizer steps; the learning rate schedule spans them")
     p.add_argument("--max_minutes", type=float, metavar="M", help="stop after M minutes with a checkpoint; never shapes the schedule")
     p.add_argument("--seed", type=int, help="weights and data order; default 1337")
@@ -103,6 +106,8 @@ def parse(argv=None):
     p.add_argument("--images", metavar="DIR", help="your own pictures with captions (see data.py, and python data.py --check DIR)")
     p.add_argument("--mix", type=float, metavar="FRACTION", help="share of what is read that is --text (default 1) and of what is seen that is --images (default 0.5)")
     p.add_argument("--corpus_bytes", type=int, help="use only this much text (0: all)")
+    p.add_argument("--needles", action=on_off, default=None, help="evaluations also ask for `name = value` lines put far back in validation text; default on from a "
+                   "--context of 4,096. Plain source may not teach it: python study.py needle makes text that does, for --text")
     p.add_argument("--eval_items", type=int, help="held-out items of each picture task")
     p.add_argument("--eval_rows", type=int, help="validation rows of text, at most")
     p.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: the best there is")
@@ -117,6 +122,7 @@ def parse(argv=None):
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
 FREE_ON_RESUME = (
     "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
+    "needles",
 )  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
@@ -159,15 +165,20 @@ def settle(args, saved=None, saved_step=0):
         s.setdefault("index_warmup_steps", s["max_steps"] // 10)
         s.setdefault("max_pixels", s["canvas"] ** 2)
         s["planned_steps"] = s["max_steps"]  # a run that is made longer must not move the step where its pictures entered
+    s.setdefault("needles", s["context"] >= 4096)
     for k, least in LEAST.items():
         if s.get(k) is not None and not least <= s[k] < (math.inf if isinstance(least, float) else 2**63):  # NaN fails too
             raise ValueError(f"--{k} must be at least {least}, not {s[k]}")
+    if s["needles"] and s["context"] < 128:
+        raise ValueError(f"--needles needs rows of 128 tokens or more: --context is {s['context']}")
     if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["planned_steps"]) >= s["max_steps"]:
         raise ValueError(f"--vision_start {s['vision_start']} must be in [0, 1) and leave at least one of {s['max_steps']} steps with pictures")
     if s["recipe"] in ("native", "text_only") and s["vision_start"] > 0:
         raise ValueError(f"--vision_start belongs to --midtrain or --cpt, not to --{s['recipe']}")
-    if s["preset"] == "gpt" and s["attention"] != "dense":
-        raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for --attention {s['attention']}")
+    if s["preset"] == "gpt":
+        for k in ("attention", "index_block_size", "index_topk_blocks", "index_warmup_steps", "index_kl_coef", "detach"):
+            if k in given and s[k] != PRESETS["gpt"].get(k):
+                raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for {flag(k, s[k])}")
     if s.get("mix") is not None and not (0 < s["mix"] <= 1 and ("images" in s or "text" in s)):
         raise ValueError(f"--mix {s['mix']:g} must be above 0 and at most 1, and belongs to --images or --text")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
@@ -341,8 +352,21 @@ def validation_windows(corpus, context, most):
     return flat[:-1].view(n, context), flat[1:].view(n, context)
 
 
-def evaluate(model, s, windows, tok, prep, device, autocast, examples):
+def needles_of(corpus, tok, context, n=20):
+    """{distance: data.needle_rows}, n rows in validation text for each of three distances: 1,024, 8,192 and 30,720 tokens where the context is 32,768."""
+    import data
+
+    return {d: data.needle_rows(tok, corpus.val, context, d, n) for d in (min(context * part // 32, context - 64) for part in (1, 8, 30))}
+
+
+def exact(logits, targets):
+    """How many rows are right at every target: logits [n,T,V], targets [n,T], -100 where nothing is asked."""
+    return ((logits.argmax(-1) == targets) | (targets < 0)).all(-1).sum().item()
+
+
+def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=None):
     """Text bits per byte, and for each held-out picture task the share of exactly right answers; the mean loss of their answer tokens.
+    needles (needles_of): for each distance the share of values that are copied exactly from so many tokens back.
 
     An answer counts as right when the argmax at each of its positions, end of document included, is the right token. That is what greedy
     decoding yields: as long as every token so far is right, its input is this input.
@@ -367,12 +391,15 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples):
                 targets = batch.pop("targets").to(device)
                 logits = forward(model, batch, prep, device).logits  # [n,L,V]
                 asked = targets >= 0
-                right += ((logits.argmax(-1) == targets) | ~asked).all(-1).sum().item()
+                right += exact(logits, targets)
                 total += torch.nn.functional.cross_entropy(logits[asked].float(), targets[asked], reduction="sum").item()
                 count += asked.sum().item()
             out[kind] = right / len(items)
         if examples:
             out["caption_loss"] = total / count
+        for distance, rows in (needles or {}).items():
+            pairs = zip(*(x.split(max(1, 8192 // s["context"])) for x in rows))
+            out[f"needle_{distance}"] = sum(exact(model(x.to(device)).logits, y.to(device)) for x, y in pairs) / len(rows[0])
     model.train()
     return out
 
@@ -385,6 +412,8 @@ def recall(model, batch, prep, device, autocast):
 
     found = []
     layers = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
+    if not layers:
+        return 1.0, 1.0  # dense attention keeps everything
     for m in layers:
         m.probe = lambda layer, q, k, ids: found.append(msa.selection_recall(q, k, ids, layer.block_size, queries=32))
     with torch.no_grad(), autocast(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
@@ -669,6 +698,7 @@ def run(args, on_exit):
     if pictures or own:
         seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
     windows = validation_windows(corpus, s["context"], s["eval_rows"])
+    needles = needles_of(corpus, tok, s["context"]) if s["needles"] else None
     if not local:
         together([0])
     content = [int(c[:10], 16) for c in (corpus.content, own.content if own else "0")]
@@ -700,9 +730,10 @@ def run(args, on_exit):
     text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
     per_token = functools.cache(model.flops_per_token)
     peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+    kept = "" if s["attention"] == "dense" else f" (keeps {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})"
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
-        f"attention {s['attention']} ({(s['attention'] == 'msa' and 'blocks') or ''} {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})\n"
+        f"attention {s['attention']}{kept}\n"
         f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
         f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
@@ -761,7 +792,7 @@ def run(args, on_exit):
     def measure():
         if rank:
             return
-        result = evaluate(model, s, windows, tok, prep, device, autocast, examples)
+        result = evaluate(model, s, windows, tok, prep, device, autocast, examples, needles)
         if step == s["max_steps"]:
             raw = tok.decode_bytes(windows[1].flatten().tolist())
             result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
