@@ -449,6 +449,31 @@ def save(path, state):
     os.replace(tmp, path)
 
 
+def claim(out, on_exit):
+    """Make the folder of a run and lock it until the run ends: two must not write to one. A run that comes to nothing leaves no new folder behind.
+    ValueError if another run has it, or it cannot be a folder."""
+    new = not out.exists()
+
+    def leave():
+        if new and [f.name for f in out.glob("*")] == [".lock"]:
+            (out / ".lock").unlink()
+            out.rmdir()
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        on_exit.callback(leave)
+        lock = on_exit.enter_context(open(out / ".lock", "w"))
+    except OSError as e:
+        raise ValueError(f"--out_dir {out} cannot be a folder to write in: {e.strerror}") from None
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
+
+
 def read_log(path):
     rows = []
     if path.exists():
@@ -631,10 +656,12 @@ def run(args, on_exit):
     if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
         on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
     out = Path(args.out_dir)
-    ckpt_path = out / "ckpt.pt"
-    used = ckpt_path.exists() or (out / "log.jsonl").exists()
+    ckpt_path, log_path = out / "ckpt.pt", out / "log.jsonl"
     if args.resume and args.overwrite:
         raise ValueError("--resume and --overwrite exclude each other")
+    if rank == 0 and (out.exists() or not args.resume):
+        claim(out, on_exit)  # before anything in there is looked at
+    used = ckpt_path.exists() or log_path.exists()
     if used and not ckpt_path.exists() and not args.overwrite:
         raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
     if args.resume and not ckpt_path.exists():
@@ -738,17 +765,8 @@ def run(args, on_exit):
         f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
 
-    log_path, log = out / "log.jsonl", []
+    log = []
     if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")  # noqa: SIM115  held as long as the process lives
-        with contextlib.suppress(ImportError):  # no such locks on Windows
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
         if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
             for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
                 if old.exists():
@@ -793,6 +811,9 @@ def run(args, on_exit):
         if rank:
             return
         result = evaluate(model, s, windows, tok, prep, device, autocast, examples, needles)
+        for k, v in result.items():
+            if not math.isfinite(v):  # nor into the log: a resume would take it for an evaluation
+                raise ValueError(f"step {step}: the evaluation's {k} is {v}, so the weights in {ckpt_path} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
         if step == s["max_steps"]:
             raw = tok.decode_bytes(windows[1].flatten().tolist())
             result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
