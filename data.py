@@ -2,7 +2,8 @@
 
     python data.py                      # a small demonstration, a few seconds
     python data.py --show sheet.png     # a contact sheet of the default pictures with their captions, as the model sees them
-    python data.py --check photos       # what training would use of a folder of your own, and why not the rest
+    python data.py --check photos       # what training on this machine would use of a folder of your own, and why not the rest
+    python data.py --check photos --preset base         # the same for another preset of train.py
     python data.py --check photos --show sheet.png      # and draw it
     python data.py --speed              # pictures and tokens a second that one process prepares; with --check: from that folder
     python data.py --train_tokenizer    # learn tokenizer.tiktoken again from the Python source on this machine
@@ -53,7 +54,7 @@ from PIL import Image
 # isort: off
 from pictures import (  # noqa: F401  (all of it is also data.X)
     ATTRIBUTION, FORMATS, HELDOUT, MIX, MOTIONS, MOVES, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
-    cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, pairs_of, picture_names, plain, render, scene,
+    cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, may_draw, pairs_of, picture_names, plain, render, scene,
     share, single, to_rgb, training_example, write_atomically, parse_mix,
 )  # fmt: skip
 # isort: on
@@ -532,6 +533,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
         lines[0] += f", {len(own.train):,} to train on and {len(own.held):,} held out; content {own.content}"
         for what, n in (("tokens a picture or clip", own.visual), ("tokens with words", own.lengths)):
             lines.append(f"  {what}: {min(n):,} at least, {median(n):,g} in the middle, {max(n):,} at most")
+        if not own.held:
+            lines.append("  nothing is held out (that takes ten different ones): evaluations will not ask about your own pictures")
     beside = passed_over(folder, things)
     for what, names in (("left out", bad), ("squeezed to fit", squeezed), ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
         lines += [f"  {what}: {name}" for name in names[:NAMED]]
@@ -601,10 +604,12 @@ class Rows:
                 raise ValueError(f"a canvas of {pictures.size} pixels must be a multiple of {unit} and within max_pixels "
                                  f"{prep.max_pixels}")
             longest = max(len(tok.encode(name)) for name in pictures.names)
-            frames = 1 if set(mix) <= {"single", "scene", "scene_of_three"} else 8 // prep.temporal_patch_size
+            still = {k for k, weight in mix.items() if weight} <= {"single", "scene", "scene_of_three"}
+            frames = 1 if still else 8 // prep.temporal_patch_size
             most = frames * ((pictures.size // unit) ** 2 + 2) + 3 * longest + 32
             if most > context:
-                raise ValueError(f"a row of {context} tokens cannot hold every clip: the longest takes about {most}")
+                raise ValueError(f"a row of {context} tokens cannot hold every {'picture' if still else 'clip'} with its words: "
+                                 f"the longest takes about {most}")
 
     def text(self, n: int):
         source, k = self.corpus, n
@@ -712,33 +717,48 @@ def demonstrate():
           f"{patches.shape[1]} bytes, {int((targets >= 0).sum())} targets, {time.time() - start:.3f} s")
 
 
-def main():
+# What train.py's presets see: side of the largest picture in pixels (--canvas), tokens in a row of pictures (--vision_context).
+SEEN = {"tiny": (56, 80), **dict.fromkeys(("study", "base", "gpt", "long"), (112, 256))}
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train_tokenizer", action="store_true", help="learn tokenizer.tiktoken again")
     parser.add_argument("--check", metavar="DIR", help="say what training would use of a folder of your own pictures")
     parser.add_argument("--show", metavar="PNG", help="draw what the model sees: of the default data, or of --check's folder")
     parser.add_argument("--speed", action="store_true", help="measure how fast rows are made of it")
-    parser.add_argument("--size", type=int, default=112, help="canvas of the default pictures, pixels; default 112")
+    parser.add_argument("--preset", choices=SEEN, help="with --check: as this preset of train.py; default: base on a GPU, tiny elsewhere")
+    parser.add_argument("--size", type=int, help="canvas of the pictures, pixels; default 112, with --check the preset's")
     parser.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default size x size")
-    parser.add_argument("--context", type=int, help="tokens in a row: with --check default no limit, with --speed 2048")
-    args = parser.parse_args()
-    prep = Prep(max_pixels=args.max_pixels or args.size**2)
-    own, context = None, args.context or (2048 if args.speed else None)
+    parser.add_argument("--context", type=int, help="tokens in a row; default 2048, with --check the preset's")
+    args = parser.parse_args(argv)
+    for k, users in {"preset": "check", "context": "check speed", "size": "check show speed", "max_pixels": "check show speed"}.items():
+        if getattr(args, k) is not None and not any(getattr(args, user) for user in users.split()):
+            raise ValueError(f"--{k} does nothing without --{' or --'.join(users.split())}")
+    if args.show:
+        may_draw(args.show)
     if args.train_tokenizer:
         RANK_FILE.write_text(write_ranks(train_tokenizer()))
         print(f"wrote {RANK_FILE.name}")
         return
+    preset = args.preset or ("base" if torch.cuda.is_available() else "tiny")
+    size, context = SEEN[preset] if args.check else (112, 2048)
+    size, context = args.size or size, args.context or context
+    own, prep = None, Prep(max_pixels=args.max_pixels or size**2)
     if args.check:
         start = time.time()
+        why = "" if args.preset else f", the default {'with' if preset == 'base' else 'without'} a GPU"
+        print(f"as train.py --preset {preset}{why}: pictures of at most {prep.max_pixels:,} pixels, rows of {context} tokens; "
+              "for another give --preset, or --max_pixels and --context (train.py's --vision_context)")
         own, report = load_folder(args.check, prep, context=context)
         print(f"{report}\n  checked in {time.time() - start:.1f} s")
     if args.show and own is not None:
         print(own_sheet(args.show, own))
     elif args.show:
-        default_sheet(args.show, Pictures(args.size), prep)
+        default_sheet(args.show, Pictures(size), prep)
         print(f"wrote {args.show}; pictures: {ATTRIBUTION}")
     if args.speed:
-        print(json.dumps(speed(Rows(Tokenizer(), prep, None, None if own else Pictures(args.size), context, own=own))))
+        print(json.dumps(speed(Rows(Tokenizer(), prep, None, None if own else Pictures(size), context, own=own))))
     if not (args.check or args.show or args.speed):
         demonstrate()
 

@@ -659,6 +659,14 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
 # 4. To look at.
 
 
+def may_draw(file):
+    """To be asked before the work: ValueError if no picture can be written under this name."""
+    if Image.registered_extensions().get(Path(file).suffix.lower()) not in Image.SAVE:
+        raise ValueError(f"{file}: the name of a picture to write must end in .png, .jpg or the like")
+    if not Path(file).parent.is_dir():
+        raise ValueError(f"{file}: there is no folder {Path(file).parent}")
+
+
 def draw_sheet(file, items, note: str) -> int:
     """Draw pictures with words under them, left to right and top to bottom, and the note at the foot, into a picture file.
 

@@ -2247,7 +2247,8 @@ def test_few_pictures_are_all_trained_on(tmp_path):
             Image.new("RGB", (28, 28), (n, 20 * i, 77)).save(folder / f"{i}.png")
             (folder / f"{i}.txt").write_text(f"colour {i}")
         own, report = data.load_folder(folder, data.Prep(), data.Tokenizer(), 100)
-        assert len(own.train) == 9 and not own.held and "0 held out" in report
+        assert len(own.train) == 9 and not own.held and "0 held out" in report and report.count("nothing is held out") == 1
+    assert "is held out" not in data.load_folder(colour_folder(tmp_path / "ten", 10), data.Prep(), data.Tokenizer(), 100)[1]
 
 
 def test_captions_beside_a_table_are_named(tmp_path):
@@ -2418,6 +2419,33 @@ def test_check_says_it_without_training(tmp_path):
     assert (tmp_path / "s.png").exists() and "3 of them drawn" in done.stdout
     done = run_own("data.py", "--check", tmp_path / "none", check=False, cache=tmp_path)
     assert done.returncode != 0 and "none" in done.stderr
+
+
+def test_check_tells_what_training_would_do(tmp_path, monkeypatch, capsys):
+    """--check once measured with 112 pixels and no limit on a row, whatever would train: what it called used, the small preset left out. Flags
+    that did nothing were taken in silence, and a sheet that cannot be written was drawn first."""
+    import train
+
+    for preset, p in train.PRESETS.items():
+        assert data.SEEN[preset] == (p["canvas"], p["vision_context"])
+    folder = colour_folder(tmp_path / "mine", 3, (500, 500))
+    (folder / "p1.txt").write_text("word " * 100)
+    for gpu, flags, said in (
+        (False, [], "as train.py --preset tiny, the default without a GPU: pictures of at most 3,136 pixels, rows of 80 tokens"),
+        (True, [], "as train.py --preset base, the default with a GPU: pictures of at most 12,544 pixels, rows of 256 tokens"),
+        (True, ["--preset", "tiny"], "as train.py --preset tiny: pictures of at most 3,136 pixels, rows of 80 tokens"),
+        (False, ["--context", "30"], "of at most 3,136 pixels, rows of 30 tokens"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        data.main(["--check", str(folder), *flags])
+        printed = capsys.readouterr().out
+        assert said in printed and "give --preset" in printed, printed
+        assert (f"used {3 if gpu and not flags else 2} of 3" in printed) and ("left out: p1.png: takes" in printed) == (not gpu or bool(flags)), printed
+    monkeypatch.setattr(data, "Pictures", None)  # nothing may be drawn before these are refused
+    for flags, said in ((["--show", "x.txt"], "x.txt: the name of a picture"), (["--show", "no/x.png"], "there is no folder no"), (["--size", "56"], "--size does nothing without"),
+                        (["--show", "x.png", "--context", "9"], "--context does nothing without --check or --speed"), (["--speed", "--preset", "tiny"], "--preset does nothing")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            data.main(flags)
 
 
 def test_from_a_folder_to_a_caption(tmp_path, monkeypatch, capsys):

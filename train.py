@@ -462,7 +462,7 @@ def claim(out, on_exit):
     try:
         out.mkdir(parents=True, exist_ok=True)
         on_exit.callback(leave)
-        lock = on_exit.enter_context(open(out / ".lock", "w"))
+        lock = on_exit.enter_context(open(out / ".lock", "w"))  # noqa: SIM115
     except OSError as e:
         raise ValueError(f"--out_dir {out} cannot be a folder to write in: {e.strerror}") from None
     with contextlib.suppress(ImportError):  # no such locks on Windows
