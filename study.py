@@ -6,7 +6,7 @@
     python study.py selection --only msa --seeds 0    one row, one seed
     python study.py all --redraw                      tables and figures anew from the finished runs, nothing else
     python study.py needle --ckpt out_long            how far back a model of yours finds a definition, by distance
-    python study.py recipes --tiny                    a rehearsal on the CPU, in seconds: its numbers mean nothing
+    python study.py recipes --tiny                    a rehearsal on the CPU, in seconds: its numbers mean nothing; all else but needle needs a GPU
 
 A run is `train.py` with the `study` preset and the flags in RUNS below, then a few measurements on its checkpoint. What remains of it
 is one small JSON in results/study, named by experiment, setting and seed, with the command that makes the run again. A run whose JSON
@@ -323,10 +323,11 @@ def needle(ckpt, out, tiny):
 
     import sample
 
+    preset, trained = ("long", "out_long") if torch.cuda.is_available() and not tiny else ("tiny", "out_tiny")
     write_needles(out / "needles", HERE / "train.py" if tiny else None, 10**5 if tiny else 4 * 10**7)
     if ckpt is None:
         print(f"text to copy from, woven into Python source: {out / 'needles'}. Train on it, then look:")
-        print(f"  python train.py --preset long --text_only --text {out / 'needles'} --out_dir out_long\n  python study.py needle --ckpt out_long")
+        print(f"  python train.py --preset {preset} --text_only --text {out / 'needles'} --out_dir {trained}\n  python study.py needle --ckpt {trained}")
         return 0
     state = sample.read_checkpoint(ckpt)
     s = state["settings"]
@@ -868,9 +869,14 @@ def main(argv=None):
     results.mkdir(parents=True, exist_ok=True)
     found, failed, left = read_results(results, args.tiny), 0, 0
     if not args.redraw:
+        import torch
+
         jobs = [job for job in jobs if job not in found]
+        timed = "frames" in names and "timing" not in found
+        if (jobs or timed) and not args.tiny and not torch.cuda.is_available():
+            raise ValueError("these runs are meant for a GPU, and torch sees no CUDA device: --tiny rehearses them on the CPU, --redraw only draws what is there")
         prepare(jobs, out, args.tiny)
-        if "frames" in names and "timing" not in found:
+        if timed:
             write_json(results / "frames-timing.json", {**hardware(args.tiny), **time_vit(args.tiny)})
         _, failed, left = run_all(jobs, out, results, args, began)
         found = read_results(results, args.tiny)

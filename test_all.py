@@ -2784,6 +2784,66 @@ def test_killed_before_the_first_checkpoint(tmp_path):
         assert code == 1 and "before its first checkpoint: there is nothing to resume, give --overwrite" in said
 
 
+def test_what_cannot_work_is_refused_at_once(trained, tmp_path, monkeypatch):
+    """Each was found only after the text was tokenised and the pictures drawn, or said in words that name no flag, or two sentences of which one
+    was not true: a canvas of no whole tokens, too few pictures, weights of another size, a run made shorter than it is."""
+    monkeypatch.setattr(data, "Corpus", None)  # no data work may come before
+    out, small = str(trained), "--init_from {} is of preset tiny (2.5M numbers) and this run of preset study ({:.1f}M numbers): they do not fit each other, first at "
+    with torch.device("meta"):
+        size = sum(x.numel() for x in M3(M3Config.of_size("study", vocab_size=data.Tokenizer().vocab_size)).state_dict().values())
+    for flags, said in (
+        (["--canvas", "50"], "--canvas must be a multiple of 28, not 50"),
+        (["--canvas", "84", "--max_pixels", "5000"], "--max_pixels 5000 is less than a --canvas of 84 has: 7056"),
+        (["--pictures", "1"], "--pictures must be 0 (all of them) or at least 16, not 1"),
+        (["--tasks", "naming=1"], "there is no task 'naming'"),
+        (["--mix", "0.5"], "--mix is the share of your own data: it needs --images or --text beside it"),
+        (["--mix", "2", "--text", "x"], "--mix must be above 0 and at most 1, not 2"),
+        (["--preset", "study", "--init_from", out], small.format(out, size / 1e6)),
+        (["--resume", "--max_steps", "4", "--out_dir", out], "--max_steps 4: the run is at step 6 already"),
+    ):
+        code, printed = call("train.py", "--device", "cpu", *(flags if "--out_dir" in flags else [*flags, "--out_dir", str(tmp_path / "x")]))
+        assert code == 1 and printed.splitlines()[-1].startswith(said) and printed.count("\n") == 2, printed  # the device, and this
+    code, printed = call("train.py", "--resume", "--out_dir", out)
+    assert code == 0 and "was finished already, at step 6; to go further: python train.py --resume --max_steps 12" in printed and "done" not in printed
+
+
+def test_rows_too_short_for_a_picture(monkeypatch, tmp_path_factory):
+    """A run without clips was told that its clips do not fit; a clip of weight zero is none."""
+    pictures = shared_pictures(monkeypatch, tmp_path_factory)
+    for mix, what in (({"single": 1}, "picture"), ({"single": 1, "clip_of_one": 0}, "picture"), ({"single": 1, "question": 1}, "clip")):
+        with pytest.raises(ValueError, match=f"a row of 10 tokens cannot hold every {what} with its words"):
+            data.Rows(data.Tokenizer(), PREP, None, pictures, 10, mix=mix)
+
+
+def test_keeping_everything_is_said(tmp_path):
+    """More blocks kept than a row has were called sparse attention."""
+    flags = [*FAST, "--text_only", "--max_steps", "1", "--index_warmup_steps", "0"]
+    for k, dense in (("16", True), ("15", False)):
+        code, said = call("train.py", *flags, "--index_topk_blocks", k, "--out_dir", str(tmp_path / k))
+        assert code == 0 and f"keeps {k} x 16 of 256" in said and ("so attention is dense in effect" in said) == dense, said
+
+
+def test_errors_are_said_once_and_whole(tmp_path):
+    """Under torchrun every process said it, above torchrun's long report that did not; of a report on pictures only the last line was left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", "--lr", "x"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    said = "argument --lr: invalid float value: 'x'"
+    assert done.returncode == 1 and done.stderr.count(f"train.py: error: {said}") == 1 and f"train.py: {said}" in "".join(done.stderr.splitlines()[-2:]), done.stderr
+
+    import train
+
+    folder = colour_folder(tmp_path / "mine", 2)
+    for k in (0, 1):
+        (folder / f"p{k}.txt").rename(folder / f"Traceback{k}.txt")
+    with pytest.raises(ValueError) as e:
+        data.load_folder(folder, OWN_PREP)
+    said = train.sentence(e.value)
+    assert "used 0 of 2" in said and "left out: p0.png: no caption" in said and "left out: p1.png: no caption" in said and "give metadata.jsonl" in said
+    assert train.sentence(ValueError("Traceback (most recent call last):\n  File\nValueError: gone")) == "ValueError: gone"
+    with pytest.raises(KeyError):
+        train.sentence(KeyError("ours"))
+
+
 def test_used_out_dir_is_not_overwritten(trained):
     """A second run into the same folder needs --resume or --overwrite."""
     before = (trained / "ckpt.pt").read_bytes()
@@ -3570,6 +3630,21 @@ def test_study_needle(rehearsed, tmp_path):
     assert all(exact > 0.6 for _, exact, _ in copied), copied  # the pair before a value may stand elsewhere, too
     code, said = rehearse("recipes", out, "--ckpt", str(out))
     assert code == 1 and "--ckpt belongs to needle" in said
+
+
+def test_study_without_a_gpu(tmp_path, monkeypatch):
+    """Hours of training on a CPU began without a word; needle advised training there what only a large GPU can."""
+    import study
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(study, "prepare", None)
+    code, said = call("study.py", "recipes", "--seeds", "99", "--out", str(tmp_path))
+    assert code == 1 and "torch sees no CUDA device: --tiny rehearses" in said, said
+    monkeypatch.setattr(study, "write_needles", lambda *_: None)
+    for gpu, preset in ((False, "tiny"), (True, "long")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        code, said = call("study.py", "needle", "--out", str(tmp_path))
+        assert code == 0 and f"--preset {preset} --text_only" in said, said
 
 
 def test_study_plan():

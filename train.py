@@ -116,6 +116,8 @@ def parse(argv=None):
     p.add_argument("--memory_gb", type=float, metavar="N", help="take at most N GiB of the GPU's memory, as on a smaller card")
     p.add_argument("--compile", action=on_off, default=None, help="torch.compile each layer; default on CUDA only")
     p.add_argument("--workers", type=int, help="processes that prepare data; default from the cores")
+    refuse = p.error
+    p.error = lambda said: (one_says(said), refuse(said))
     return p.parse_args(argv)
 
 
@@ -154,9 +156,7 @@ def settle(args, saved=None, saved_step=0):
                 has = flag(k, saved[k]) if k in saved else f"without --{k}"
                 raise ValueError(f"--resume goes on with the run as it was ({has}), not with {flag(k, v)}: leave the flag out")
         s = {"planned_steps": saved["max_steps"], **saved, "max_minutes": None, "memory_gb": None, **given}  # these limits hold for one start
-        if s["max_steps"] != saved["max_steps"]:
-            print(f"max_steps {saved['max_steps']} -> {s['max_steps']}: the rest of the schedule is stretched to it")
-        if s["max_steps"] < saved_step:
+        if s["max_steps"] != saved["max_steps"] and s["max_steps"] <= saved_step:
             raise ValueError(f"--max_steps {s['max_steps']}: the run is at step {saved_step} already")
     else:
         preset = given.get("preset") or ("base" if given.get("device") == "cuda" else "tiny")
@@ -179,10 +179,22 @@ def settle(args, saved=None, saved_step=0):
         for k in ("attention", "index_block_size", "index_topk_blocks", "index_warmup_steps", "index_kl_coef", "detach"):
             if k in given and s[k] != PRESETS["gpt"].get(k):
                 raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for {flag(k, s[k])}")
-    if s.get("mix") is not None and not (0 < s["mix"] <= 1 and ("images" in s or "text" in s)):
-        raise ValueError(f"--mix {s['mix']:g} must be above 0 and at most 1, and belongs to --images or --text")
+    if s.get("mix") is not None:
+        if not ("images" in s or "text" in s):
+            raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
+        if not 0 < s["mix"] <= 1:
+            raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
         raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
+    if s["recipe"] != "text_only" and s["vision_rows"] and ("images" not in s or s.get("mix", 0.5) < 1):  # OpenMoji's pictures are wanted
+        if 0 < s["pictures"] < 16:
+            raise ValueError(f"--pictures must be 0 (all of them) or at least 16, not {s['pictures']}")
+        if s["canvas"] % 28:  # 2 x 2 patches of 14 pixels are a token
+            raise ValueError(f"--canvas must be a multiple of 28, not {s['canvas']}")
+        if s["max_pixels"] < s["canvas"] ** 2:
+            raise ValueError(f"--max_pixels {s['max_pixels']} is less than a --canvas of {s['canvas']} has: {s['canvas'] ** 2}")
+    if saved is not None and s["max_steps"] != saved["max_steps"]:
+        print(f"max_steps {saved['max_steps']} -> {s['max_steps']}: the rest of the schedule is stretched to it")
     return s
 
 
@@ -681,6 +693,9 @@ def run(args, on_exit):
     device, name = choose(args, local, begun)
     with fitting(ckpt_path):
         s = settle(args, state and state["settings"], state["step"] if state else 0)
+    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(log_path)):
+        print(f"{ckpt_path} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
+        return 0
     init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
     if world > 1:
         if device == "mps" or s["batch_size"] < world:
@@ -694,10 +709,30 @@ def run(args, on_exit):
     torch.set_float32_matmul_precision("high")
     autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
 
-    # Data
     with fitting(s["init_from"] if init else ckpt_path):
         tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
+    mix = data.parse_mix(s["tasks"])
+
+    # Model and optimizer: before the data is prepared, so that a checkpoint that does not fit is refused at once
+    model = build(s, tok, prep)
+    if init is not None:
+        with fitting(s["init_from"]):
+            load_weights(model, init, s)
+    model.to(device)
+    model.checkpoint_layers = bool(s.get("checkpoint_layers"))
+    optimizers = make_optimizers(model, s, device)
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    step = 0
+    if state is not None:
+        with fitting(ckpt_path, ValueError):
+            model.load_state_dict(state["model"])
+            for o, saved in zip(optimizers, state["optimizers"], strict=True):
+                o.load_state_dict(saved)
+            step, before = state["step"], state["corpus"]
+
+    # Data
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
@@ -706,7 +741,7 @@ def run(args, on_exit):
     beside = data.Corpus(tok, max_bytes=s["corpus_bytes"] or None) if s.get("text") and mine(1.0) < 1 else None  # validation is on --text alone
     if beside is not None:
         print(f"beside it, {1 - mine(1.0):.0%} of the rows: {beside.report}")
-    pictures, own, examples, mix = None, None, {}, data.parse_mix(s["tasks"])
+    pictures, own, examples = None, None, {}
     if s["recipe"] != "text_only" and s["vision_rows"]:
         if s.get("images"):
             own, report = data.load_folder(s["images"], prep, tok, s["vision_context"])
@@ -732,22 +767,7 @@ def run(args, on_exit):
     if together(content) != [world * x for x in content]:
         raise ValueError("the processes of this run found different text or pictures on their machines: give all of them the same --text and --images")
 
-    # Model and optimizer
-    model = build(s, tok, prep)
-    if init is not None:
-        load_weights(model, init["model"])
-    model.to(device)
-    model.checkpoint_layers = bool(s.get("checkpoint_layers"))
-    optimizers = make_optimizers(model, s, device)
-    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
-    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
-    step = 0
     if state is not None:
-        with fitting(ckpt_path, ValueError):
-            model.load_state_dict(state["model"])
-            for o, saved in zip(optimizers, state["optimizers"], strict=True):
-                o.load_state_dict(saved)
-            step, before = state["step"], state["corpus"]
         if before != corpus.content:
             print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({before}): it goes on with what is here")
         if own is not None and state.get("own") != own.content:
@@ -757,13 +777,16 @@ def run(args, on_exit):
     text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
     per_token = functools.cache(model.flops_per_token)
     peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
-    kept = "" if s["attention"] == "dense" else f" (keeps {model.config.index_topk_blocks} x {model.config.index_block_size} of {s['context']})"
+    keeps = (model.config.index_topk_blocks, model.config.index_block_size)
+    kept = "" if s["attention"] == "dense" else f" (keeps {keeps[0]} x {keeps[1]} of {s['context']})"
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']}{kept}\n"
         f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
         f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
+    if kept and keeps[0] * keeps[1] >= s["context"]:
+        print("note: every query keeps its whole row, so attention is dense in effect: for sparse attention lower --index_topk_blocks or give a longer --context")
 
     log = []
     if rank == 0:
@@ -980,24 +1003,45 @@ def quiet(_):
     torch.set_num_threads(1)
 
 
-def load_weights(model, weights):
+def load_weights(model, init, s):
     """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
     have = model.state_dict()
-    weights = {k: v for k, v in weights.items() if k in have or "index_" not in k}  # and the other way round: it is left behind
-    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape]
-    missing = [k for k in have if k not in weights and "index_" not in k]
-    if wrong or missing:
-        raise ValueError(f"--init_from: the checkpoint does not fit this model, first at {(wrong + missing)[0]}")
+    weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
+    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
+    if wrong:
+        of = lambda preset, weights: f"preset {preset} ({sum(x.numel() for x in weights.values()) / 1e6:.1f}M numbers)"
+        raise ValueError(
+            f"--init_from {s['init_from']} is of {of(init['settings'].get('preset'), init['model'])} and this run of {of(s['preset'], have)}: "
+            f"they do not fit each other, first at {wrong[0]}"
+        )
     model.load_state_dict(weights, strict=False)
+
+
+def one_says(said):
+    """Under torchrun all processes fail alike, and torchrun ends the others once one has. So all but the first wait for that before they speak; and what
+    is wrong also goes where torchrun takes it from for its own long report, to stand at the end of that."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)  # whoever is still here has failed alone
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": {"message": f"train.py: {said}", "extraInfo": {"timestamp": int(time.time())}}}))
+
+
+def sentence(error):
+    """What to say of an error that ends the run; any but these is a mistake of ours, and raised again."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; those of a forward or backward pass have been caught
+        return "out of memory beside the step itself: lower --micro_batch_tokens"
+    if not isinstance(error, (ValueError, OSError)):
+        raise error
+    said = str(error).strip() or repr(error)
+    # An error of a data worker brings its whole traceback as text: the last line says it.
+    return said.splitlines()[-1] if "Traceback (most recent call last)" in said else said
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Exception as e:
-        if type(e).__name__ == "OutOfMemoryError":  # torch's; those of a forward or backward pass have been caught
-            sys.exit("train.py: out of memory beside the step itself: lower --micro_batch_tokens")
-        if not isinstance(e, (ValueError, OSError)):
-            raise
-        said = str(e).strip() or repr(e)
-        sys.exit(f"train.py: {said.splitlines()[-1] if 'Traceback' in said else said}")  # an error of a data worker brings its whole traceback as text: the last line says it
+    except Exception as e:  # noqa: BLE001  sentence() raises again what it has none for
+        said = sentence(e)
+        one_says(said)
+        sys.exit(f"train.py: {said}")
