@@ -117,7 +117,7 @@ def parse(argv=None):
     p.add_argument("--compile", action=on_off, default=None, help="torch.compile each layer; default on CUDA only")
     p.add_argument("--workers", type=int, help="processes that prepare data; default from the cores")
     refuse = p.error
-    p.error = lambda said: (one_says(said), refuse(said))
+    p.error = lambda said: (one_says(said), refuse(said))  # of several processes only the first
     return p.parse_args(argv)
 
 
@@ -475,15 +475,14 @@ def claim(out, on_exit):
         out.mkdir(parents=True, exist_ok=True)
         on_exit.callback(leave)
         lock = on_exit.enter_context(open(out / ".lock", "w"))  # noqa: SIM115
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
     except OSError as e:
         raise ValueError(f"--out_dir {out} cannot be a folder to write in: {e.strerror}") from None
-    with contextlib.suppress(ImportError):  # no such locks on Windows
-        import fcntl
-
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
 
 
 def read_log(path):
@@ -835,7 +834,7 @@ def run(args, on_exit):
             return
         result = evaluate(model, s, windows, tok, prep, device, autocast, examples, needles)
         for k, v in result.items():
-            if not math.isfinite(v):  # nor into the log: a resume would take it for an evaluation
+            if not math.isfinite(v):  # before it is noted: a resume would take it for an evaluation
                 raise ValueError(f"step {step}: the evaluation's {k} is {v}, so the weights in {ckpt_path} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
         if step == s["max_steps"]:
             raw = tok.decode_bytes(windows[1].flatten().tolist())
@@ -1009,17 +1008,14 @@ def load_weights(model, init, s):
     weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
     wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
     if wrong:
-        of = lambda preset, weights: f"preset {preset} ({sum(x.numel() for x in weights.values()) / 1e6:.1f}M numbers)"
-        raise ValueError(
-            f"--init_from {s['init_from']} is of {of(init['settings'].get('preset'), init['model'])} and this run of {of(s['preset'], have)}: "
-            f"they do not fit each other, first at {wrong[0]}"
-        )
+        theirs = init["settings"].get("preset")
+        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {theirs}, do not fit preset {s['preset']}, first at {wrong[0]}")
     model.load_state_dict(weights, strict=False)
 
 
 def one_says(said):
-    """Under torchrun all processes fail alike, and torchrun ends the others once one has. So all but the first wait for that before they speak; and what
-    is wrong also goes where torchrun takes it from for its own long report, to stand at the end of that."""
+    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
+    comes last; what is wrong is put where it will take it from."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)  # whoever is still here has failed alone
