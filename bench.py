@@ -235,8 +235,8 @@ def peers(table, T, x, block, K, repeats):
 
 
 def cut(kind, tile):
-    """A tile in words: kernels._tiles says what the numbers are."""
-    return f"{kind} {tile[0]} rows x {tile[1]}, {tile[2]} warps, {tile[3]} stages"
+    """A tile in words: rows x entries a program, see kernels._tiles."""
+    return f"{kind} {tile[0]} x {tile[1]}, {tile[2]} warps, {tile[3]} stages"
 
 
 def tiles(table, T, x, block, K, repeats):

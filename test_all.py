@@ -374,6 +374,17 @@ def test_rope_leaves_the_other_dims():
     assert torch.allclose(y[..., 1] ** 2 + y[..., 5] ** 2, x[..., 1] ** 2 + x[..., 5] ** 2, atol=1e-5)
 
 
+def test_demonstration_of_msa(tmp_path, capsys):
+    """A demonstration and a figure that fall behind the functions they show: each group must find a choice of its own."""
+    msa.main(["--draw", str(tmp_path / "msa.png")])
+    said = capsys.readouterr().out
+    kept = re.findall(r"keeps blocks (\[.*\])", said)
+    assert len(kept) == 2 and kept[0] != kept[1] and all("15]" in row for row in kept), said  # block 15 is the last query's own
+    assert float(re.search(r"difference (\S+)", said)[1]) < 1e-5
+    with Image.open(tmp_path / "msa.png") as drawn, Image.open(HERE / "results" / "msa.png") as shown:
+        assert drawn.size == shown.size
+
+
 def test_imports_without_triton():
     """`import model, msa, sample` must work where Triton does not exist (macOS, Windows)."""
     code = "import sys; sys.modules['triton'] = None\nimport model, msa, vit3d, data, sample\nprint('fine')"
