@@ -553,7 +553,7 @@ def draw(path, iq, ik, ids, block, G):
     for g, (x, color) in enumerate(zip((302, 486), colors)):
         heat = fig.add_axes((x / 850, 450 / 700, 154 / 850, 154 / 700))
         seen = scores[g][scores[g].isfinite()]
-        heat.imshow(scores[g], cmap="Greys", extent=(0, nb, nb, 0), vmin=seen.min() - 0.2 * (seen.max() - seen.min()))
+        heat.imshow(scores[g].numpy(), cmap="Greys", extent=(0, nb, nb, 0), vmin=seen.min() - 0.2 * (seen.max() - seen.min()))
         for t, chosen in enumerate(kept[g]):
             for n in chosen:
                 heat.add_patch(Rectangle((n + 0.1, t + 0.1), 0.8, 0.8, fill=False, ec=color, lw=1.3)) if n >= 0 else None
@@ -566,7 +566,7 @@ def draw(path, iq, ik, ids, block, G):
             ax.add_patch(Rectangle((x + n * 154 / nb, 268), 154 / nb, 18, fc=color if n in kept[g][-1] else "#eeeeee", ec="white"))
         say(x + 77, 254, "kept by the last query")
         arrow((x + 77, 244), (x + 77, 219))
-        box(x, 137, 154, 58, f"group {g}: its {G} query heads\nover the tokens of its {K}\nkept blocks of k and v", edge=color)
+        box(x, 137, 154, 58, f"group {g}: {G} query heads\nover the tokens of its {K}\nkept blocks of k and v", edge=color)
     say(295, 527, "queries", rotation=90)
     say(471, 396, "select_blocks", weight="bold")
     say(471, 370, "own block, always,\nand the K - 1 best others")
