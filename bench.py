@@ -4,7 +4,7 @@
     python bench.py --lengths 8192 --no-peers    only some of it
     python bench.py --long                       reading a prompt and decoding at 8K to 1M tokens, against dense attention
     python bench.py --tiles                      other tiles for this card: which cut of the work kernels._tiles should choose
-    python bench.py --tiny [--long | --tiles]    a rehearsal on the CPU in Triton's interpreter: the times mean nothing
+    python bench.py --tiny [--long | --tiles]    a rehearsal at toy sizes; on the CPU, in Triton's interpreter, no time is shown: it would mean nothing
 
 The released shape: 64 query heads in 4 groups, dims 128, blocks of 128 keys, 16 kept. Every row: median of several runs after
 warm-up with the spread (slowest - fastest) beside it, TFLOP/s of the products that the definition asks for (backward: 2.5 times
@@ -41,6 +41,11 @@ GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 SELECTIONS = ("random", "sink", "clustered")
 BACKENDS = (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)) if GPU else (("math", SDPBackend.MATH),)
+
+
+def figures(text):
+    """What was measured, as text; in Triton's interpreter nothing is worth showing but that it ran."""
+    return text if GPU else "  ran"
 
 
 def timed(f, repeats=7, warmup=2):
@@ -109,7 +114,7 @@ class Table:
 
     def __init__(self):
         self.rows = []
-        print(f"{'operator':34}{'T':>8}{'selection':>11}{'ms':>10}{'+-':>8}{'TFLOP/s':>9}{'extra GB':>10}", flush=True)
+        print(f"{'operator':38}{'T':>8}{'selection':>11}" + (f"{'ms':>10}{'+-':>8}{'TFLOP/s':>9}{'extra GB':>10}" if GPU else ""), flush=True)
 
     def add(self, operator, T, kind, f, work=0.0, result_bytes=0, repeats=7, split=False):
         """Time f and print a row -> ms, or None if it failed. split: keep the time of each GPU kernel in it, too."""
@@ -126,12 +131,12 @@ class Table:
             row["kernels_ms"] = {e.key[:60]: e.self_device_time_total / 1e3 for e in p.key_averages() if e.self_device_time_total}
         self.rows.append(row)
         rate = f"{row['tflops']:9.0f}" if work else " " * 9
-        print(f"{operator:34}{T:8}{kind:>11}{ms:10.3f}{spread:8.3f}{rate}{row['extra_gb']:10.2f}", flush=True)
+        print(f"{operator:38}{T:8}{kind:>11}" + figures(f"{ms:10.3f}{spread:8.3f}{rate}{row['extra_gb']:10.2f}"), flush=True)
         return ms
 
     def skip(self, operator, T, kind, why):
         self.rows.append({"operator": operator, "T": T, "selection": kind, "skipped": why})
-        print(f"{operator:34}{T:8}{kind:>11}  not run: {why[:90]}", flush=True)
+        print(f"{operator:38}{T:8}{kind:>11}  not run: {why[:90]}", flush=True)
 
 
 def ours(table, T, x, block, K, repeats):
@@ -229,6 +234,11 @@ def peers(table, T, x, block, K, repeats):
         table.add("fla parallel_nsa backward", T, "random", gradients(out, qkv, do), 2.5 * sparse, 3 * q.nbytes, repeats)
 
 
+def cut(kind, tile):
+    """A tile in words: rows x entries a program, see kernels._tiles."""
+    return f"{kind} {tile[0]} x {tile[1]}, {tile[2]} warps, {tile[3]} stages"
+
+
 def tiles(table, T, x, block, K, repeats):
     """Every training kernel with other tiles (see kernels._tiles), each checked against those in use; prints the fastest. In a rehearsal only those in use."""
     q, k, v, do, iq, ik = x
@@ -245,12 +255,13 @@ def tiles(table, T, x, block, K, repeats):
         want, best = [y.float() for y in f()], {}
         for tile in [(M, QC, warps, stages)] if not GPU else dict.fromkeys([(M, QC, warps, stages), *more]):
             kernels._tiles = lambda which, *rest, kind=kind, tile=tile: tile if which == kind else usual(which, *rest)
-            ms = table.add(f"{kind} {tile}", T, "random", f, 0, 0, repeats)
+            ms = table.add(cut(kind, tile), T, "random", f, 0, 0, repeats)
             if ms and all(((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(f(), want)):
                 best[tile] = ms
         kernels._tiles = usual
-        for name, tile in (("as they are", (M, QC, warps, stages)), ("fastest", min(best, key=best.get, default=None))):
-            print(f"T {T}: {kind} with rows, entries, warps, stages {tile} ({name}): " + (f"{best[tile]:.2f} ms" if tile in best else "does not run"))
+        fastest = min(best, key=best.get, default=None)
+        for name, tile in (("as it is", (M, QC, warps, stages)), *([("fastest", fastest)] if GPU and fastest else [])):
+            print(f"T {T}, {name}: {cut(kind, tile)}:" + (figures(f" {best[tile]:.2f} ms") if tile in best else " does not run"))
 
 
 def topk(table, T, Hkv, block, K, repeats):
@@ -418,7 +429,7 @@ def decode(rows, B, S, H, Hkv, D, block, K):
         except Exception as e:  # noqa: BLE001  as in Table.add
             row["skipped"] = f"{type(e).__name__}: {' '.join(str(e).split())[:90]}"
         rows.append(row)
-        said = row.get("skipped") or f"{row['launched_us']:12.1f}{row['graph_us']:12.1f}{size / row['graph_us'] / 1e6:10.2f}"
+        said = row.get("skipped") or figures(f"{row['launched_us']:12.1f}{row['graph_us']:12.1f}{size / row['graph_us'] / 1e6:10.2f}")
         print(f"{name:34}{B:4}{S:10}{Hkv:5}{said}", flush=True)
 
 
@@ -467,10 +478,11 @@ def hardware(S, block, K, Hkv, D):
         for unit in (1, block):
             what = f"{heads} x {width}, {'token by token' if unit == 1 else f'blocks of {unit}'}"
             rates[what] = read_tbs(S, heads, width, unit)
-            print(f"reading half of {S} tokens, {what}: {rates[what]:.3f} TB/s", flush=True)
+            print(f"reading half of {S} tokens, {what}:{figures(f' {rates[what]:.3f} TB/s')}", flush=True)
     for n in (S // 128, S // 32, S // 8, S // 2, S) if GPU else (S,):
         times.append(t := topk_us(n, 64 if GPU else 2, block, K))
-        print(f"top-k for {t['rows']} rows: {n} tokens {t['tokens']:.0f} us, their blocks {t['blocks']:.0f}, by ours {t['blocks, ours']:.0f}")
+        said = f" tokens {t['tokens']:.0f} us, their blocks {t['blocks']:.0f}, by ours {t['blocks, ours']:.0f}"
+        print(f"top-k for {t['rows']} rows of {n}:{figures(said)}")
     return rates, times
 
 
@@ -526,7 +538,7 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
         ms, parts, kept = prefill(table, T, H, Hkv, D, block, K, T == lengths[-1])
         report["prefill"].append({"T": T, "ms": ms, "phases_ms": parts, "fp8_keeps": kept})
     rows = report["decode"]
-    print(f"{'one new token a row':34}{'B':>4}{'S':>10}{'Hkv':>5}{'launched us':>12}{'graph us':>12}{'TB/s':>10}")
+    print(f"{'one new token a row':34}{'B':>4}{'S':>10}{'Hkv':>5}" + (f"{'launched us':>12}{'graph us':>12}{'TB/s':>10}" if GPU else ""))
     for S in lengths:
         for B in batches:
             decode(rows, B, S, H, Hkv, D, block, K)
@@ -546,10 +558,11 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
                     ratios.append({"what": "decode", "way": way, "B": B, "S": S, "dense_over_msa": dense / us})
                     if B == 1 and S == lengths[-1] and (wide := best(rows, 1, S, "dense", 2 * Hkv)):
                         ratios[-1]["dense_of_twice_the_kv_heads_over_msa"] = wide / us
-    for r in ratios:
+    for r in ratios if GPU else ():
         print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" if k in ("what", "way") else f"{k} {v:,}" for k, v in r.items()))
     ahead = [r["T"] for r in ratios if r["what"] == "prefill" and r["way"] == "MSA" and r["dense_over_msa"] > 1]
-    print(f"prefill: MSA is faster from {min(ahead):,} tokens on, of those timed" if ahead else "prefill: dense is faster at every length timed")
+    if GPU:
+        print(f"prefill: MSA is faster from {min(ahead):,} tokens on, of those timed" if ahead else "prefill: dense is faster at every length timed")
     for p in report["prefill"]:
         if p["fp8_keeps"] is not None:
             print(f"T {p['T']:,}: FP8 index keys keep {p['fp8_keeps']:.2%} of the blocks that bf16 chooses (random keys: near-ties abound)")
@@ -570,7 +583,7 @@ def main(argv=None):
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention and fla's parallel_nsa, too"
     )
     p.add_argument("--out", help="folder for the results; default results, of a rehearsal out_bench_tiny")
-    p.add_argument("--tiny", action="store_true", help="a rehearsal at toy sizes, on the CPU if there is no GPU")
+    p.add_argument("--tiny", action="store_true", help="a rehearsal at toy sizes; without a GPU it says what runs and shows no times")
     args = p.parse_args(argv)
     if not GPU and not args.tiny:
         p.exit(1, "bench.py needs a CUDA GPU (python bench.py --tiny rehearses on the CPU)\n")
@@ -589,7 +602,10 @@ def main(argv=None):
     report |= {"shape": {"B": 1, "H": H, "Hkv": Hkv, "D": D, "Di": D, "block": block, "K": K, "dtype": str(DTYPE)}, **ceilings()}
     print(f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, {DTYPE}")
     print(f"{H} query heads in {Hkv} groups, dims {D}, blocks of {block}, {K} kept")
-    print(f"ceilings: matrix product {report['product_tflops']:.0f} TFLOP/s, copy {report['copy_tbs']:.2f} TB/s")
+    if GPU:
+        print(f"ceilings: matrix product {report['product_tflops']:.0f} TFLOP/s, copy {report['copy_tbs']:.2f} TB/s")
+    else:
+        print("a rehearsal in Triton's interpreter: what runs is said, how long it took is not")
     if args.long:
         return long(report, lengths, batches, H, Hkv, D, block, K, out)
     table, totals = Table(), {}
@@ -606,12 +622,12 @@ def main(argv=None):
             peers(table, T, x, block, K, repeats)
         if mine and theirs:
             totals[T] = theirs / mine
-    for T, times in totals.items():
+    for T, times in totals.items() if GPU else ():
         print(
             f"T {T}: index, forward, backward and KL together are {times:.2f} times as fast as the best dense forward + backward"
         )
     slower = [T for T, times in totals.items() if times < 1]
-    if slower:
+    if GPU and slower:
         print(f"dense attention is faster up to {max(slower)} tokens")
     if args.tiles:
         return

@@ -522,7 +522,7 @@ def _invert(ids, lens, piece, Hkv, NB, block_size, TC, QC):
 # each writes its own normalised output and log-sum-exp for every entry, and combine_kernel takes their weighted mean. No atomics:
 # every entry has its place.
 #
-# Floor: 34 GB of partials written and read again, 16 ms; 8.8 TFLOP, 11.4 ms; 34 GB of Q, out of L2 if it stays there, else 8 ms
+# Floor: 34 GB of partials written and read again, 16 ms; 8.8 TFLOP, 12.5 ms; 34 GB of Q, out of L2 if it stays there, else 8 ms
 # more.
 # Measured at 128K: 27 ms + 8.7 ms in combine_kernel (3.95 TB/s, at its floor) + 0.9 ms for the lists = 37 ms. Neither bytes nor
 # products explain the 27: three programs of 4 warps on a multiprocessor, which is what K, V and half of Q leave room for, do not

@@ -1,6 +1,7 @@
 """MiniMax Sparse Attention (MSA) in plain PyTorch: slow, obvious, fp32 inside. The Triton versions of the same functions are in kernels.py.
 
     python msa.py                       a demonstration on the CPU: shapes, one equality, one number
+    python msa.py --draw msa.png        the same, and a drawing of MSA around what it computed (results/msa.png)
 
 The idea (arXiv 2606.13392). Full attention lets each query look at all S keys. MSA first asks a tiny second attention, the INDEX
 BRANCH, which keys matter, and lets the MAIN BRANCH look at those only:
@@ -21,6 +22,7 @@ same function serves training (T == S), chunked prefill and decode (T == 1) on a
 position sees nothing: ids -1, output 0, lse -inf, and no part in any loss.
 """
 
+import argparse
 import functools
 
 import torch
@@ -144,6 +146,16 @@ def pick_blocks(scores, pos, block_size, topk):
     return ids.int()
 
 
+def block_scores(iq, ik, pos, block_size):
+    """iq [B,T,Hkv,Di], ik [B,S,Di], pos [B,T] -> [B,Hkv,T,nb]: the largest iq . ik among each block's visible tokens, -inf if none is."""
+    S = ik.shape[1]
+    nb = -(-S // block_size)
+    s = torch.einsum("bthd,bsd->bhts", iq, ik)  # [B,Hkv,T,S] token scores
+    s = s.nan_to_num(nan=torch.finfo(s.dtype).min, posinf=torch.finfo(s.dtype).max)
+    s = s.masked_fill(torch.arange(S, device=s.device) > pos[:, None, :, None], float("-inf"))
+    return F.pad(s, (0, nb * block_size - S), value=float("-inf")).unflatten(-1, (nb, block_size)).amax(-1)
+
+
 def quantize(x):
     """x [..., Di] -> a pair: FP8 (e4m3) values [..., Di] and fp32 scales [...], one a vector, with x = values * scales within 1/16.
 
@@ -179,16 +191,11 @@ def select_blocks(iq, ik, block_size, topk, lens=None, backend=None):
     if fp8:
         iq, ik = quantize(iq)[0].float(), ik * scales[..., None]
     pos = query_positions(B, T, S, lens, iq.device)  # [B,T]
-    nb = -(-S // block_size)
     step = max(1, 2**24 // (B * Hkv * S))  # query rows at a time, so that T x S scores never stand in memory at once
     chunks = []
     for t in range(0, T, step):
         p = pos[:, t : t + step]
-        s = torch.einsum("bthd,bsd->bhts", iq[:, t : t + step], ik)  # [B,Hkv,t,S] token scores
-        s = s.nan_to_num(nan=torch.finfo(s.dtype).min, posinf=torch.finfo(s.dtype).max)
-        s = s.masked_fill(torch.arange(S, device=s.device) > p[:, None, :, None], float("-inf"))
-        s = F.pad(s, (0, nb * block_size - S), value=float("-inf"))
-        chunks.append(pick_blocks(s.unflatten(-1, (nb, block_size)).amax(-1), p, block_size, topk))  # [B,Hkv,t,topk]
+        chunks.append(pick_blocks(block_scores(iq[:, t : t + step], ik, p, block_size), p, block_size, topk))  # [B,Hkv,t,topk]
     return torch.cat(chunks, dim=2)
 
 
@@ -492,7 +499,103 @@ class MSA(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
-def main():
+@torch.no_grad()
+def draw(path, iq, ik, ids, block, G):
+    """MSA in one picture, around the block scores and the choices of the demonstration. ids [1,Hkv,T,K] for its two groups."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    T, Di, K = iq.shape[1], iq.shape[3], ids.shape[3]
+    nb, rows = T // block, torch.arange(block - 1, T, block)  # a query for each block: its last
+    scores = block_scores(iq[:, rows], ik, rows[None], block)[0] / Di**0.5  # [Hkv,nb,nb]
+    kept = ids[0][:, rows].tolist()
+    colors, grey, red = ("#2166ac", "#c05a00"), "#555555", "#b2182b"
+    fig = plt.figure(figsize=(8.5, 7), dpi=200)
+    ax = fig.add_axes((0, 0, 1, 1), xlim=(0, 850), ylim=(0, 700))
+    ax.axis("off")
+
+    def say(x, y, text, **kw):
+        ax.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 8, "linespacing": 1.4, **kw})
+
+    def box(x, y, w, h, text="", edge=grey, face="white", squares=(), **kw):
+        ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=6", fc=face, ec=edge, lw=1.1))
+        say(x + w / 2, y + h / 2 + 9 * bool(squares), text, **kw)
+        for n, color in enumerate(squares):  # one for each head
+            ax.add_patch(Rectangle((x + w / 2 + 13 * (n - len(squares) / 2) + 1.5, y + 7), 10, 10, fc=color))
+
+    def arrow(*points, color=grey, style="-"):
+        ax.plot(*zip(*points[:-1]), color=color, lw=1.3, ls=style)
+        ax.annotate("", points[-1], points[-2], arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.3, "ls": style, "shrinkA": 0, "shrinkB": 0})
+
+    def stop(x, y, text=""):
+        ax.add_patch(Rectangle((x - 9, y - 2), 18, 4, fc=red, zorder=5))
+        say(x + 13, y, text, color=red, ha="left")
+
+    box(8, 352, 834, 340, face="#f2f6fb", edge="#c9d8ea")
+    box(8, 8, 834, 332, face="#fbf6f0", edge="#ead9c6")
+    say(22, 674, "INDEX BRANCH", ha="left", weight="bold", fontsize=10)
+    say(22, 26, "MAIN BRANCH", ha="left", weight="bold", fontsize=10)
+    box(18, 322, 60, 48, "x\n[B,T,C]")
+    for y in (590, 465, 265, 145):
+        arrow((48, 370 if y > 346 else 322), (48, y), (100, y))
+    stop(48, 400, "detach")
+    box(100, 550, 160, 80, "index_q_proj, norm, RoPE\niq [B,T,Hkv,Di]: one index\nquery head a group", squares=colors)
+    box(100, 425, 160, 80, "index_k_proj, norm, RoPE\nik [B,S,Di]: ONE index key\nhead for all groups", squares=[grey])
+    box(100, 225, 160, 80, "q_proj, norm, RoPE\nq [B,T,H,D]: G = H / Hkv\nquery heads a group", squares=[c for c in colors for _ in range(G)])
+    box(100, 105, 160, 80, "k_proj, norm, RoPE; v_proj\nk, v [B,S,Hkv,D]: one\nkey-value head a group", squares=colors)
+    arrow((260, 575), (290, 575))
+    arrow((260, 460), (290, 460))
+    say(471, 637, "block_scores: the largest iq · ik of a block's visible tokens")
+    box(292, 127, 356, 92, edge="#bbbbbb")
+    for g, (x, color) in enumerate(zip((302, 486), colors)):
+        heat = fig.add_axes((x / 850, 450 / 700, 154 / 850, 154 / 700))
+        seen = scores[g][scores[g].isfinite()]
+        heat.imshow(scores[g].numpy(), cmap="Greys", extent=(0, nb, nb, 0), vmin=seen.min() - 0.2 * (seen.max() - seen.min()))
+        for t, chosen in enumerate(kept[g]):
+            for n in chosen:
+                heat.add_patch(Rectangle((n + 0.1, t + 0.1), 0.8, 0.8, fill=False, ec=color, lw=1.3)) if n >= 0 else None
+        heat.axis("off")
+        say(x + 77, 616, f"group {g}", color=color, weight="bold")
+        say(x + 77, 441, "blocks of keys")
+        arrow((x + 77, 430), (x + 77, 292))
+        stop(x + 77, 416, "detach")
+        for n in range(nb):
+            ax.add_patch(Rectangle((x + n * 154 / nb, 268), 154 / nb, 18, fc=color if n in kept[g][-1] else "#eeeeee", ec="white"))
+        say(x + 77, 254, "kept by the last query")
+        arrow((x + 77, 244), (x + 77, 219))
+        box(x, 137, 154, 58, f"group {g}: {G} query heads\nover the tokens of its {K}\nkept blocks of k and v", edge=color)
+    say(295, 527, "queries", rotation=90)
+    say(471, 396, "select_blocks", weight="bold")
+    say(471, 370, "own block, always,\nand the K - 1 best others")
+    say(471, 324, "ids [B,Hkv,T,K]")
+    say(471, 207, "sparse_attention: exact softmax", weight="bold")
+    arrow((260, 265), (276, 265), (276, 185), (292, 185))
+    arrow((260, 145), (292, 145))
+    arrow((470, 127), (470, 96))
+    box(380, 60, 180, 36, "out [B,T,H,D], then o_proj")
+    box(672, 495, 160, 64, "student: softmax of\niq · ik / √Di over the\nkept, visible tokens")
+    box(672, 316, 160, 60, "index_kl =\nKL(teacher || student)", edge=red, weight="bold")
+    box(672, 137, 160, 80, "teacher: each query\nhead's softmax over the\nsame tokens, then the\nmean over the group")
+    arrow((640, 527), (672, 527))
+    arrow((648, 175), (672, 175))
+    arrow((752, 495), (752, 376))
+    arrow((752, 217), (752, 316))
+    stop(752, 265, "detach")
+    arrow((752, 559), (752, 660), (275, 660), (275, 487), (260, 487), color=red, style="--")
+    arrow((275, 612), (260, 612), color=red)
+    say(510, 673, "gradient of the KL: index_q_proj, index_k_proj and their norms, nothing else", color=red)
+    say(752, 62, "warm-up: dense_attention\ninstead, and the KL over\nall visible tokens")
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description="A demonstration of MSA on the CPU.")
+    p.add_argument("--draw", metavar="PNG", help="also draw it")
+    args = p.parse_args(argv)
     torch.manual_seed(0)
     B, T, H, Hkv, D, Di, block, K = 1, 1024, 8, 2, 32, 16, 64, 4
     nb = T // block
@@ -521,6 +624,9 @@ def main():
         optimizer.step()
     for g in range(Hkv):
         print(f"the last query's group {g} keeps blocks {sorted(ids[0, g, -1].tolist())}")
+    if args.draw:
+        draw(args.draw, iq, ik, ids, block, H // Hkv)
+        print(f"drawn: {args.draw}")
 
 
 if __name__ == "__main__":

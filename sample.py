@@ -192,7 +192,10 @@ def load(path=None, device=None):
         model = m3.M3(m3.M3Config.from_dict(state["config"]))
         model.load_state_dict(state["model"])
         settings = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
-        settings |= {k: state["settings"].get(k) for k in ("images", "mix")}
+        more = {k: state["settings"].get(k) for k in ("images", "mix", "init_from", "vision_rows", "vision_start", "planned_steps")}
+        began = round((more["vision_start"] or 0) * (more["planned_steps"] or 0))  # the step at which pictures enter
+        pictures = settings["recipe"] != "text_only" and more["vision_rows"] != 0 and state["step"] > began
+        settings |= more | {"saw_pictures": pictures or bool(more["init_from"])}  # what went before an --init_from is not known here
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
@@ -250,7 +253,7 @@ def showcase(model, tok, prep, settings, out):
     prompt = "def read_json(path):\n    "
     ids = data.build_prompt(tok, prep, [], prompt)
     print(prompt + tok.decode([t for (t,) in generate(model, ids, max_tokens=80, temperature=0.7, top_k=40, stop=tok.eod) if t is not None]) + "\n")
-    if settings["recipe"] == "text_only":
+    if not settings["saw_pictures"]:
         print("This model was trained on text only: no pictures to show.")
         return
     if settings.get("mix") == 1 and settings.get("images"):  # trained on the user's own pictures alone
@@ -340,24 +343,38 @@ def main(argv=None):
     args = parse(argv)
     import data
 
-    if not 0 <= args.temperature < math.inf or args.top_k < 0 or min(args.max_tokens, args.num_samples, args.prefill_chunk) < 1:
-        raise ValueError("--temperature and --top_k must be finite and not negative, --max_tokens, --num_samples and --prefill_chunk at least 1")
-    if not 0 <= args.seed < 2**63 or (args.max_context is not None and args.max_context < 1):
-        raise ValueError("--seed must not be negative and --max_context at least 1")
+    for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0), ("max_tokens", 1), ("num_samples", 1), ("prefill_chunk", 1), ("max_context", 1)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < (math.inf if name == "temperature" else 2**63):  # NaN fails too
+            raise ValueError(f"--{name} must be a number of at least {least}, not {value}")
+    if args.num_samples > 1 and (args.temperature < 1e-6 or args.top_k == 1):
+        raise ValueError(
+            f"--num_samples {args.num_samples} would be {args.num_samples} times the same answer, as only the most likely token is taken: "
+            "draw, with --temperature 0.8 for example" + (" and another --top_k" if args.top_k == 1 else "")
+        )
     for name, path in (("--attention_map", args.attention_map), ("--out", args.out)):
         if path and (not Path(path).parent.is_dir() or Path(path).suffix.lower() != ".png"):
             raise ValueError(f"{name} {path}: must be a .png in a folder that exists")
     if args.attention_map and not (args.image or args.clip):
         raise ValueError("--attention_map needs an --image or a --clip to look at")
+    if args.attention_map and args.index_dtype == "fp8":
+        raise ValueError("--attention_map shows the blocks chosen with index keys as computed, not those of --index_dtype fp8: leave one of them out")
     model, tok, prep, settings = load(args.ckpt, args.device)
     print(f"[{settings['path']}, step {settings['step']}, {settings['recipe']}, preset {settings['preset']}]", file=sys.stderr)
     if args.prompt is None and not args.image and not args.clip:
+        idle = [f"--{k}" for k, v in vars(parse([])).items() if k not in ("ckpt", "device", "out") and getattr(args, k) != v]
+        if idle:
+            print(f"[the showcase has settings of its own: {', '.join(idle)} would go with --prompt, --image or --clip]", file=sys.stderr)
         showcase(model, tok, prep, settings, args.out or settings["path"].with_name("showcase.png"))
         return 0
     clips = [data.load_visual(f, prep) for f in args.image] + [(data.load_visual(f, prep)[0], True) for f in args.clip]
     visuals, patches, grids = see(clips, prep, next(model.parameters()).device)
     ids = data.build_prompt(tok, prep, visuals, args.prompt or "")
+    if clips and not settings["saw_pictures"]:
+        print("[this model was trained on text only and never saw a picture: what it says about one means nothing]", file=sys.stderr)
     capacity = args.max_context or settings["context"]
+    if capacity > settings["context"]:
+        print(f"[--max_context {capacity}: beyond the {settings['context']} tokens of its training rows the model is untrained]", file=sys.stderr)
     if len(ids) >= capacity:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
     streams = [Stream(tok) for _ in range(args.num_samples)]
@@ -389,12 +406,16 @@ def main(argv=None):
         said = f"{len(ids):,} prompt tokens, first token after {times[0] * 1e3:.0f} ms"
         if sum(made[2:]):  # the second step also compiles and records
             said += f", then {sum(made[2:]) / (times[-1] - times[1]):.1f} tokens/s"
+        if sum(made[-1:]) and len(ids) + len(times) == capacity and len(times) < args.max_tokens:
+            said += f"; cut short: prompt and answer fill the context of {capacity:,} tokens (--max_context)"
         print(f"[{said}]", file=sys.stderr)
     if args.attention_map and not new:
         print("the model ended its answer at once: no word to draw an attention map of", file=sys.stderr)
     elif args.attention_map:
         if len(new) > 40:
             print("the attention map shows the first 40 tokens", file=sys.stderr)
+        if args.num_samples > 1:
+            print("the attention map is that of sample 1", file=sys.stderr)
         attention_map(model, tok, prep, ids, patches, grids, clips, new[:40], args.attention_map)
     return 0
 
