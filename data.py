@@ -377,9 +377,11 @@ NAMED = 10  # so many names in a report, then a count
 
 
 class Folder:
-    """Your own pictures and clips as a sequence of Examples: len(folder), folder[i]. Only paths and captions are kept. A picture
-    is decoded when it is asked for, inside the worker process that makes the row, so the folder may be larger than memory.
+    """Your own pictures and clips as a sequence of Examples: len(folder), folder[i]. Only paths and captions are in memory, so the
+    folder may be larger. Pixels are read from a file of all prepared ones, where load_folder kept them; else a picture is decoded
+    whenever it is asked for. Either way inside the worker process that makes the row.
 
+    kept                        that file's path, or None; clip i is uint8 [T,3,h,w] = shapes[i], from byte offsets[i] on
     paths, questions, captions  lists of n; a path is a file name, or the list of file names of a clip's frames
     lengths, visual             lists of n: tokens of the whole example and of its picture alone
     train, held                 indices of the training and of the held-out ones: about every 20th by the hash of the file's
@@ -389,8 +391,9 @@ class Folder:
 
     def __init__(self, prep: Prep, items: list):
         """items: (path, question, caption, length, visual, content hash) of each."""
-        self.prep = prep
-        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = (list(column) for column in zip(*items))
+        self.prep, self.kept, self.shapes, self.offsets = prep, None, [], []
+        self.paths, self.questions, self.captions, self.lengths, self.visual, self.hashes = (list(column) for column in zip(*items))
+        hashes = self.hashes
         held = set()
         if len(items) >= 10:
             held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
@@ -405,7 +408,19 @@ class Folder:
         return len(self.paths)
 
     def __getitem__(self, i) -> Example:
-        return Example([load_visual(self.paths[i], self.prep)], self.questions[i], self.captions[i], "own", 0.0)
+        try:
+            clip = np.fromfile(self.kept or "", np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
+            visual = clip, len(clip) > 1 or isinstance(self.paths[i], list)
+        except (OSError, ValueError, IndexError):  # not kept, or gone since
+            visual = load_visual(self.paths[i], self.prep)
+        return Example([visual], self.questions[i], self.captions[i], "own", 0.0)
+
+    def keep(self, file, shapes: list):
+        """Move the file with all clips, one after another, into the cache. Its name is a hash of what is in it, in order."""
+        key = hashlib.sha256(json.dumps([repr(self.prep), self.hashes]).encode()).hexdigest()[:12]
+        os.replace(file, cache_dir() / f"own-{key}.bin")
+        self.kept, self.shapes = cache_dir() / f"own-{key}.bin", shapes
+        self.offsets = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)][:-1]
 
 
 def read_words(raw: bytes) -> str:
@@ -462,8 +477,8 @@ def passed_over(folder: Path, things: list) -> list[str]:
 
 
 def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
-    """One thing of wanted() -> (Folder's tuple of it, what to say about its shape or ""). ValueError with the reason if it cannot
-    be used. The picture is decoded here, once, to be sure that training can do it; then it is forgotten."""
+    """One thing of wanted() -> (Folder's tuple of it, what to say about its shape or "", clip uint8 [T,3,h,w]). ValueError with the
+    reason if it cannot be used. The picture is decoded here, to be sure that training can do it."""
     label, path, question, text = item
     try:
         if path is None:
@@ -495,15 +510,17 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
         raise ValueError(f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context")
     after = max(h, w) / min(h, w)
     squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
-    return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed
+    return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed, clip
 
 
-def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, context: int | None = None) -> tuple[Folder, str]:
+def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, context: int | None = None,
+                keep: bool = False) -> tuple[Folder, str]:
     """Your own pictures -> (Folder, report). Either metadata.jsonl, a JSON object a line with "file_name" (or "file_names": the
     frames of a clip), "text" and perhaps "question"; or pictures (and folders of frames) beside a same-named .txt.
 
     What cannot be used (unreadable, no caption, outside the folder, longer than context) is left out and named in the report.
-    ValueError if nothing is left.
+    keep: the prepared pixels go to a file in the cache, so that training reads them instead of decoding a picture at each use;
+    where there is no room for it, the report says so and nothing else changes. ValueError if nothing is left.
     """
     from tqdm import tqdm
 
@@ -516,30 +533,45 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
         try:
             return examine(thing, root, prep, tok, context)
         except ValueError as error:
-            return None, str(error)
+            return None, str(error), None
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
-        few = len(things) < 500
-        results = pool.map(attempt, things)
-        for item, said in tqdm(results, "checking pictures", len(things), mininterval=1, disable=few, leave=False):
-            if item is None:
-                bad.append(said)
-            else:
+    spool, shapes, full = cache_dir() / f"own.{os.getpid()}.tmp", [], ""
+    try:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
+            few = len(things) < 500
+            results = pool.map(attempt, things)
+            for item, said, clip in tqdm(results, "checking pictures", len(things), mininterval=1, disable=few, leave=False):
+                if item is None:
+                    bad.append(said)
+                    continue
                 items.append(item)
                 squeezed += [said] if said else []
+                if keep and not full:
+                    try:
+                        with open(spool, "ab" if shapes else "wb") as file:
+                            clip.tofile(file)
+                        shapes.append(clip.shape)
+                    except OSError as error:
+                        full = f"  no room in the cache for the prepared pixels, so every use decodes a picture ({plain(error)})"
+        own = Folder(prep, items) if items else None
+        if shapes and not full:
+            own.keep(spool, shapes)
+    finally:
+        spool.unlink(missing_ok=True)
     lines = [f"images {plain(folder)}: used {len(items):,} of {len(things):,}"]
     if items:
-        own = Folder(prep, items)
         lines[0] += f", {len(own.train):,} to train on and {len(own.held):,} held out; content {own.content}"
         for what, n in (("tokens a picture or clip", own.visual), ("tokens with words", own.lengths)):
             lines.append(f"  {what}: {min(n):,} at least, {median(n):,g} in the middle, {max(n):,} at most")
+        if own.kept:
+            lines.append(f"  prepared pixels: {own.kept.stat().st_size / 1e6:,.1f} MB, kept in {own.kept}")
         if not own.held:
             lines.append("  nothing is held out (that takes ten different ones): evaluations will not ask about your own pictures")
     beside = passed_over(folder, things)
     for what, names in (("left out", bad), ("squeezed to fit", squeezed), ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
         lines += [f"  {what}: {name}" for name in names[:NAMED]]
         lines += [f"  {what}: and {len(names) - NAMED:,} more"] if len(names) > NAMED else []
-    report = "\n".join(lines)
+    report = "\n".join(lines + [full] * bool(full))
     if not items:
         raise ValueError(f"{report}\n  give metadata.jsonl with file_name and text, or pictures beside same-named .txt files")
     return own, report

@@ -743,7 +743,7 @@ def run(args, on_exit):
     pictures, own, examples = None, None, {}
     if s["recipe"] != "text_only" and s["vision_rows"]:
         if s.get("images"):
-            own, report = data.load_folder(s["images"], prep, tok, s["vision_context"])
+            own, report = data.load_folder(s["images"], prep, tok, s["vision_context"], keep=True)
             print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
         if own is None or mine(0.5) < 1:
             pictures = data.Pictures(s["canvas"], s["pictures"] or None)
