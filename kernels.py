@@ -14,20 +14,20 @@ and for the few queries of a decoding step, which only memory holds up, the firs
     dense_decode       q, k, v                                             -> out, lse over all keys     chapter 6
 
 What they mean, to the letter, is written in msa.py; here is how they are made fast. The numbers that steer every choice are
-those of one H200 at the released shape (B 1, H 64, Hkv 4, D = Di = 128, blocks of 128 keys, K = 16 blocks a query, bf16): 702
-TFLOP/s of matrix products and 4.22 TB/s of device memory, measured in the same run as every "measured" below (torch 2.11,
+those of one H200 at the released shape (B 1, H 64, Hkv 4, D = Di = 128, blocks of 128 keys, K = 16 blocks a query, bf16): 787
+TFLOP/s of matrix products and 4.26 TB/s of device memory, measured in the same run as every "measured" below (torch 2.11,
 Triton 3.6; results/kernels.json, what was tried results/checks_h200.json), and about 8 TB/s out of the 50 MB of L2 cache. "128K" means T = S = 131,072. No kernel here
 ever writes a T x S tensor.
 
                              8K             32K             128K                floor at 128K
-    select_blocks            0.23 ms        1.3 ms          20 ms               12.5 ms
-    sparse attention         2.1            8.7             37                  17 (25 if Q comes from memory for every entry)
-      its backward           4.5            18              74                  31
-    index KL + gradients     1.6            5.4             22                  8
-    cuDNN dense, fwd + bwd   1.8 + 5.4      29 + 100        626 + 1323
+    select_blocks            0.24 ms        1.3 ms          18 ms               11.2 ms
+    sparse attention         2.1            9.1             37                  16 (24 if Q comes from memory for every entry)
+      its backward           4.7            20              78                  28
+    index KL + gradients     1.6            6.1             23                  7
+    cuDNN dense, fwd + bwd   1.8 + 5.2      29 + 82         511 + 1315
 
-(Medians on uniform random selections.) At 8K, then, dense attention is still faster (MSA: 0.85x); at 32K MSA is 3.8 times, at
-128K 12.7 times as fast as dense, index branch and all.
+(Medians on uniform random selections.) At 8K, then, dense attention is still faster (MSA: 0.80x); at 32K MSA is 3.1 times, at
+128K 11.7 times as fast as dense, index branch and all.
 
 Words used throughout: a QUERY is one (row, group, position); an ENTRY is one (query, slot) pair, i.e. one block that one query
 keeps.
@@ -119,7 +119,7 @@ def _tiles(kind, dtype, D, block_size):
         return {"attend": (64, 64, 4, 1), "backward": (32, 256, 8, 1), "kl": (32, 128, 8, 1), "dense": (32, 0, 4, 1)}[kind]
     if D * block_size <= 64 * 64:
         return {"attend": (64, 128, 4, 3), "backward": (64, 256, 4, 2), "kl": (64, 128, 4, 2), "dense": (64, 0, 4, 2)}[kind]
-    return {"attend": (64, 64, 4, 1), "backward": (64, 1024, 8, 2), "kl": (128, 512, 8, 3), "dense": (64, 0, 8, 2)}[kind]
+    return {"attend": (64, 64, 4, 1), "backward": (64, 512, 8, 2), "kl": (128, 512, 8, 3), "dense": (64, 0, 8, 2)}[kind]
 
 
 def _check(named, lens, block_size, shapes):
@@ -180,15 +180,15 @@ def _pow2(n, least=1):
 # Idea: (a) softmax keeps order, so rank raw products; (b) a tile of queries walks along the keys and only the maximum of each 128
 # products is ever written, 1/128 of the bytes; (c) a sort is not needed to find the K best: a THRESHOLD is, and it can be found
 # by bisection.
-# Floor: 2 * T * S / 2 * Di * Hkv = 8.8 TFLOP at 128K, 12.5 ms at the measured product rate; the maxima, 1 GB written and read,
+# Floor: 2 * T * S / 2 * Di * Hkv = 8.8 TFLOP at 128K, 11.2 ms at the measured product rate; the maxima, 1 GB written and read,
 # 0.5 ms.
-# Predicted: 80% of the product's rate, 15.6 ms. Measured: 17.5 ms (502 TFLOP/s, 71%): two programs of 8 warps on a multiprocessor
+# Predicted: 80% of the product's rate, 14.0 ms. Measured: 16.5 ms (533 TFLOP/s, 68%): two programs of 8 warps on a multiprocessor
 # hide most, not all, of the maxima behind the products. A loop of its own for the keys that every query of the tile sees saves
 # the masks, more than half of the instructions, and hardly any time: the wait for each product is what counts.
-# Top-k: floor 0.3 ms (1.1 GB read once). Measured: 2.8 ms for 524,288 rows of up to 1,024, a sixth of the scores' time; torch.topk
-# takes 2.3 ms for 65,536 such rows. At 1M (two segments of up to 4,096) it is 209 ms beside 1,059 of scores. That was a version
-# whose machine code ran 5,050 warp instructions for a row of 1,024, 2.9 ms at the rate at which this GPU issues them: they were its
-# limit. The present one runs 3,420, and 2,110 for a row of 512: expected, not yet timed, 1.6 ms.
+# Top-k: floor 0.3 ms (1.1 GB read once). Predicted 1.6 ms: what limits it are the 3,420 warp instructions that the machine code
+# runs for a row of 1,024 (2,110 for one of 512), at the rate at which this GPU issues them. Measured: 1.8 ms for 524,288 rows of up
+# to 1,024, a ninth of the scores' time; torch.topk takes 2.3 ms for 65,536 such rows. A version with 5,050 instructions took 2.8,
+# and at 1M (two segments of up to 4,096) 209 ms beside 1,059 of scores.
 
 
 @triton.jit
@@ -522,12 +522,12 @@ def _invert(ids, lens, piece, Hkv, NB, block_size, TC, QC):
 # each writes its own normalised output and log-sum-exp for every entry, and combine_kernel takes their weighted mean. No atomics:
 # every entry has its place.
 #
-# Floor: 34 GB of partials written and read again, 16 ms; 8.8 TFLOP, 12.5 ms; 34 GB of Q, out of L2 if it stays there, else 8 ms
+# Floor: 34 GB of partials written and read again, 16 ms; 8.8 TFLOP, 11.2 ms; 34 GB of Q, out of L2 if it stays there, else 8 ms
 # more.
 # Measured at 128K: 27 ms + 8.7 ms in combine_kernel (3.95 TB/s, at its floor) + 0.9 ms for the lists = 37 ms. Neither bytes nor
 # products explain the 27: three programs of 4 warps on a multiprocessor, which is what K, V and half of Q leave room for, do not
-# hide one another's product - softmax - product - store. Tried, whole operator: two stages, and so two programs, 37.4; 32 entries
-# a program 44.6, 128 entries 43.7; 8 warps 54.
+# hide one another's product - softmax - product - store. Tried, whole operator: two stages, and so two programs, 37.3; 128
+# entries a program 44.3; in an earlier run 32 entries 44.6 and 8 warps 54.
 #
 # Why not query-outer, or the union of the blocks that 8 neighbours keep (one K and V fetch for all of them)? The first meets the
 # L2 wall of chapter 2 whatever one does, and with G = 2 fills two rows of a 64-row tile. The second is the faster one while
@@ -659,10 +659,10 @@ def _(q, k, v, ids, block_size, lens, scale):
 # rows (several programs may serve one block: the order of these additions, and so their last bits, can change from run to run;
 # everything else is deterministic). dQ comes as one partial per entry, summed by sum_kernel.
 #
-# Floor at 128K: 22 TFLOP, 31 ms; the dQ partials 16 ms, beside it. Measured: 61 ms + sum 8.6 (4.1 TB/s) + delta 1 + lists 1.5 +
-# casts 0.4 = 74 ms. dK, dV and two [128,64] tiles fill the registers of 8 warps, so that one program has a multiprocessor to
-# itself and its five products wait for each other. Tried: one stage 84; 512 entries a program 73.5; 4 warps (spills) and M = 32
-# lost by far.
+# Floor at 128K: 22 TFLOP, 28 ms; the dQ partials 16 ms, beside it. Measured with 1,024 entries a program: 66 ms + sum 8.6 (4.1
+# TB/s) + delta 1 + lists 1.5 + casts 0.4 = 78 ms; with 512, as it now stands, 75.4 where 1,024 took 77.1. dK, dV and two [128,64]
+# tiles fill the registers of 8 warps, so that one program has a multiprocessor to itself and its five products wait for each other.
+# Tried in an earlier run: one stage 84; 4 warps (spills) and M = 32 lost by far.
 
 
 @triton.jit(do_not_specialize=["T", "NR"])
@@ -835,12 +835,12 @@ def sparse_attention(q, k, v, ids, block_size, lens=None, scale=None):
 # tile of registers, and the loss AND both gradients follow from that tile at once: the heads' products, which are nearly all the
 # work, are done once for the forward and the backward together. Only the student's lse must be known before, from a pass with one
 # product (student_kernel).
-# Floor: (G + 1 + 1 + 2) products a tile against 2 G in attention's forward; 16 heads: 5.5 TFLOP at 128K, 7.8 ms at the product's
+# Floor: (G + 1 + 1 + 2) products a tile against 2 G in attention's forward; 16 heads: 5.5 TFLOP at 128K, 7.0 ms at the product's
 # rate.
-# Measured: 22 ms, of which kl_kernel 19 and student_kernel 1.2. 8 warps have a multiprocessor to themselves here, too, and each of
-# the 16 products waits for its exponentials. Tried: 256 entries a program 24.1, and with two stages 24.9, with 64 queries a tile
-# 27.8, with 4 warps 33.5. Where all queries keep the same two sinks it was 41 ms: the programs that ran at the same time all added
-# to the same rows of dik. _spread now keeps them apart; not yet timed.
+# Measured: 23 ms, of which kl_kernel 20 and student_kernel 1.2. 8 warps have a multiprocessor to themselves here, too, and each of
+# the 16 products waits for its exponentials. Tried: 256 entries a program 24.7; in an earlier run 64 queries a tile 27.8, 4
+# warps 33.5. Where all queries keep the same two sinks it took 41 ms until _spread kept the programs that run at the same time from
+# adding to the same rows of dik: 21.6.
 
 
 @triton.jit

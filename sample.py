@@ -267,21 +267,23 @@ def showcase(model, tok, prep, settings, out):
     if not items:
         print("No pictures were held out of this run: nothing to show.")
         return
-    columns = 3 if any(is_clip for e in items for _, is_clip in e.visuals) else 6
-    rows = -(-len(items) // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(12, (2.6 if columns > 3 else 2.2) * rows), dpi=100, squeeze=False)
-    for ax in axes.flat:
-        ax.axis("off")
+    items.sort(key=lambda e: len(e.frames) > 1)  # stills, six in a row, then clips, three in a row
+    stills = sum(len(e.frames) == 1 for e in items)
+    top, below = -(-stills // 6), -(-(len(items) - stills) // 3)  # rows of each
+    fig = plt.figure(figsize=(12, 2.6 * top + 1.1 * below + 0.4), dpi=100)
+    grid = fig.add_gridspec(top + below, 6, height_ratios=[2.6] * top + [1.1] * below)
     right = 0
-    for ax, e in zip(axes.flat, items):
+    for n, e in enumerate(items):
+        row, at = divmod(n, 6) if n < stills else divmod(n - stills, 3)
+        ax = fig.add_subplot(grid[row, at] if n < stills else grid[top + row, 2 * at : 2 * at + 2])
+        ax.axis("off")
         said = answer(model, tok, prep, e.visuals, e.question)
         right += said == e.answer
-        strip = np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1)  # frames side by side, [h, T*w, 3]
-        ax.imshow(strip)
-        wide = 26 if columns > 3 else 60
+        ax.imshow(np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1))  # frames side by side, [h, T*w, 3]
         lines = [f"{e.question} {said}".strip()] + ([] if said == e.answer else [f"(truth: {e.answer})"])
-        label = "\n".join(textwrap.fill(line, wide) for line in lines)
-        ax.set_title(label, fontsize=7 if columns > 3 else 8, color="darkgreen" if said == e.answer else "firebrick", y=-0.06, va="top")
+        label = "\n".join(textwrap.fill(line, 28 if n < stills else 60) for line in lines)
+        colour = "darkgreen" if said == e.answer else "firebrick"
+        ax.annotate(label, (0.5, 0), (0, -3), "axes fraction", "offset points", fontsize=7, color=colour, ha="center", va="top")
     fig.suptitle(f"Held out: never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
     fig.tight_layout(h_pad=2.0)
     fig.savefig(out)

@@ -114,12 +114,12 @@ def rotate(x, cos, sin):
 
 @torch.compiler.disable  # the groups differ from batch to batch: inside a compiled layer every new set would be compiled anew
 def attend(q, k, v, groups):
-    """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,3] on the CPU: from row `start` on, `count` segments of `length` patches
-    each stand one after the other. They are one batch for attention, so nothing is padded and no segment sees another."""
+    """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,2] on the CPU: one after the other, `count` segments of `length` patches
+    each. A group is one batch for attention, so nothing is padded and no segment sees another. split and not slices: the
+    gradient of a slice is as long as all of x, that of a split is put together once."""
     outs = []
-    for start, count, length in groups.tolist():
-        a, b, c = (x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(a, b, c)  # [count,heads,length,d]
+    for (count, length), *qkv in zip(groups.tolist(), *(x.split(groups.prod(-1).tolist()) for x in (q, k, v))):
+        out = F.scaled_dot_product_attention(*(x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv))  # [count,heads,length,d]
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count*length, heads*d]
     return torch.cat(outs)
 
@@ -161,11 +161,10 @@ class ViT(nn.Module):
 
     @staticmethod
     def plan(grids):
-        """Bring segments of one length together -> order [N] of the patches (None: they are), groups [g,3] for attend."""
+        """Bring segments of one length together -> order [N] of the patches (None: they are), groups [g,2] for attend."""
         lengths = grids.prod(-1)  # [n] patches of each segment
         sizes, counts = lengths.unique(return_counts=True)  # sorted
-        starts = (sizes * counts).cumsum(0) - sizes * counts
-        groups = torch.stack((starts, counts, sizes), dim=-1)
+        groups = torch.stack((counts, sizes), dim=-1)
         by_length = lengths.argsort(stable=True)
         if (by_length == torch.arange(len(lengths))).all():
             return None, groups
