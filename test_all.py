@@ -3821,16 +3821,28 @@ def test_readme_kernel_tables():
     """Tables that were not redrawn after a new timing."""
     found = results("kernels.json")
     ms = {(r["operator"], r["T"], r["selection"]): r["ms"] for r in found["rows"] if "ms" in r}
-    rows = table_under("**How fast the kernels are.**")
+    rows = table_under("## How the kernels earn their speed")
     assert len(rows) == 3
     for cells in rows:
         T = int(cells[0].replace(",", ""))
         names = ("select_blocks", ""), ("sparse_attention forward", "random"), ("sparse_attention backward", "random"), ("index_kl and its gradients", "random")
         ours = [ms[name, T, kind] for name, kind in names]
         dense = ms["dense cuDNN forward", T, ""] + ms["dense cuDNN backward", T, ""]
-        for cell, value in zip(cells[1:], (*ours, sum(ours), dense, dense / sum(ours))):
+        nsa = sum(ms[f"fla parallel_nsa {way}", T, "random"] for way in ("forward", "backward"))
+        for cell, value in zip(cells[1:], (*ours, sum(ours), dense, dense / sum(ours), nsa), strict=True):
             shown(cell, value)
         assert ("dense is faster" in cells[7]) == (dense < sum(ours)) and abs(dense / sum(ours) / found["dense_over_ours"][str(T)] - 1) < 1e-9
+    spent = {r["operator"]: r["kernels_ms"] for r in found["rows"] if r["T"] == T and r["selection"] in ("", "random") and r.get("kernels_ms")}
+    inside = {"score": "select_blocks", "topk": "select_blocks", "rank": "sparse_attention forward", "place": "sparse_attention forward",
+              "attend": "sparse_attention forward", "combine": "sparse_attention forward", "attend_backward": "sparse_attention backward",
+              "sum": "sparse_attention backward", "delta": "sparse_attention backward", "kl": "index_kl and its gradients",
+              "student": "index_kl and its gradients"}  # fmt: skip
+    seen = []
+    for cells in table_under("**Where the time goes.**"):
+        names = re.findall(r"`(\w+)_kernel`", cells[0])
+        shown(cells[4], *(spent[inside[name]][f"{name}_kernel"] for name in names))
+        seen += names
+    assert sorted(seen) == sorted(inside)
     worst = results("checks_h200.json")["tests"]
     for said in (v for k, v in worst.items() if k.startswith("largest")):
         assert f"within {said:.1e}".replace("e-0", "e-") in (HERE / "README.md").read_text()
@@ -3867,6 +3879,49 @@ def test_readme_trained_models():
                 shown(cell(words), 100 * last[kind])
             else:
                 assert cell(words) == "not trained"
+
+
+def test_readme_own_attention(tmp_path):
+    """The README's own attention: a diff that no longer applies, or a variant that no longer trains."""
+    for name in ("msa.py", "train.py"):
+        shutil.copy(HERE / name, tmp_path)
+    diff = (HERE / "README.md").read_text().split("```diff\n")[1].split("```")[0]
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path, check=True)
+    flags = (*FAST, "--attention", "strided", "--out_dir", str(tmp_path / "out"))
+    done = run(str(tmp_path / "train.py"), *flags, env={**os.environ, "PYTHONPATH": str(HERE)})
+    assert "attention strided" in done.stdout and all(math.isfinite(loss) for _, loss, _ in losses(tmp_path / "out"))
+
+
+def test_readme_headlines():
+    """The first table and the sentences about whole steps, which a new run left as they were."""
+    front, rest = (HERE / "README.md").read_text().split("## What it reaches")
+    found, base, tiny, train = (results(f"{name}.json") for name in ("kernels", "base_h200", "tiny_cpu", "training_h200"))
+    sums = [sum(r["ms"] for r in found["rows"] if r["T"] == 131072 and r["selection"] == "random" and re.match(f"{name} (forward|backward)", r["operator"]))
+            for name in ("sparse_attention", "fla parallel_nsa")]  # fmt: skip
+    says = [f"{found['dense_over_ours']['131072']:.1f} times as fast", f"{sums[0]:.0f} ms; `fla`'s `parallel_nsa` {sums[1]:.0f} ms"]
+    for run in (base, tiny):
+        last = run["evaluations"][-1]
+        says.append(f"{run['wall_seconds'] / 60:.1f} minutes; scenes")
+        says.append(f"{100 * last['scene']:.1f}% exact")
+        says.append(f"{last['bits_per_byte']:.3f} bits" if run is base else f"{last['bits_per_byte']:.2f} bits")
+    import bench
+
+    decode = results("longcontext.json")["decode"]
+    gains = [bench.best(decode, B, 2**20, "dense", 4) / bench.best(decode, B, 2**20, "MSA, FP8 index", 4) for B in (1, 8)]
+    says.append("{:.1f} and {:.1f} times".format(*gains))
+    for words in says:
+        assert words in front, words
+    step = {name: run["step_ms"]["median"] for name, run in train.items() if isinstance(run, dict)}
+    folder = next(run for name, run in train.items() if "from a folder" in name)
+    for words in (
+        f"takes {step['base, kernels']:,.0f} ms with them and {step['base, reference']:,.0f} without",
+        f"takes {step['long, msa']:.0f} ms with MSA and {step['long, dense']:.0f} with PyTorch's dense",
+        f"{step['long, dense'] / step['long, msa']:.2f} times as long",
+        "text {text:.0f}, pictures {vision:.0f}, backward {backward:.0f}, optimizer {optimizer:.0f}, waiting for data {data:.0f}".format(**base["step_ms"]),
+        f"an MFU of {base['mfu']:.1%}",
+        f"busy {folder['gpu_busy_percent']:.0f}% of the time instead of {train['pictures, default']['gpu_busy_percent']:.0f}%",
+    ):
+        assert words in " ".join(rest.split()), words
 
 
 def test_readme_presets():
