@@ -1,6 +1,7 @@
 """Every check of nanoM3. `python test_all.py` runs all that this machine can: kernels in Triton's interpreter on the CPU, for real on a GPU.
 
-    python test_all.py                  everything (pytest's own arguments work too)
+    python test_all.py                  everything, in as many processes as there are cores (8 at most)
+    python test_all.py ...              pytest's own arguments, in one process
     python test_all.py -k oracle        our numbers against the released architecture, as the transformers package holds it
     python test_all.py -k kernel -s     the kernels against the reference, with every error ratio printed
 
@@ -10,6 +11,7 @@ Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the rele
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -3958,4 +3960,8 @@ def test_readme_commands_exist():
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main([str(HERE / "test_all.py"), "-q", "--durations=5", *sys.argv[1:]]))
+    own = sys.argv[1:]
+    if not own and importlib.util.find_spec("xdist"):  # everything: dealt out to processes of one thread each
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        own = ["-n", str(min(8, os.cpu_count() or 1))]
+    sys.exit(pytest.main([str(HERE / "test_all.py"), "-q", "--durations=5", *own]))
