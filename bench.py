@@ -3,6 +3,7 @@
     python bench.py                              the released shape at 8K, 32K and 128K tokens
     python bench.py --lengths 8192 --no-peers    only some of it
     python bench.py --long                       reading a prompt and decoding at 8K to 1M tokens, against dense attention
+    python bench.py --model out_long             a trained model: its loss after, and a token's time at, up to a million tokens of context
     python bench.py --tiles                      other tiles for this card: which cut of the work kernels._tiles should choose
     python bench.py --tiny [--long | --tiles]    a rehearsal at toy sizes; on the CPU, in Triton's interpreter, no time is shown: it would mean nothing
 
@@ -21,6 +22,7 @@ from there, for dense as for MSA.
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -573,11 +575,80 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
     print(f"wrote {out / 'longcontext.json'}, longcontext.png and hardware.png")
 
 
+@torch.inference_mode()
+def whole(ckpt, lengths, out, windows=2, most=512, steps=20):
+    """A whole model with ever more context, as it was trained and with its sparse layers made dense: the loss of the same validation
+    text (`most` tokens in each of `windows` places) after the L tokens that stand before it, and the time of a decoding step there,
+    on a GPU in a CUDA graph. Training text stands before the validation text, so that there is enough. Writes wholemodel.json
+    and .png to the folder `out`."""
+    import matplotlib
+
+    import data
+    import sample
+    from model import Cache
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    model, tok, _, settings = sample.load(ckpt)
+    text = data.Corpus(tok)
+    tokens = torch.cat([torch.from_numpy(part.astype("int64")) for part in (text.train, text.val)])
+    ends = [len(tokens) - len(text.val) * n // windows - 1 for n in range(windows)]  # of each window
+    if min(ends) - most < max(lengths):
+        raise ValueError(f"there are {min(ends) - most:,} tokens of text before the last that are asked for, too few for a context of {max(lengths):,}")
+    layers = [m for m in model.modules() if isinstance(m, msa.MSA)]
+    usual, rows = [(m.kind, m.indexed) for m in layers], []
+    for L in lengths:
+        for way in ("as trained", "dense"):
+            for m, (kind, indexed) in zip(layers, usual):
+                m.kind, m.indexed = (kind, indexed) if way == "as trained" else ("dense", False)
+            losses = []
+            if GPU:
+                torch.cuda.reset_peak_memory_stats()
+            for end in ends:
+                cache, some = Cache(model.config, 1, L + most + 2 * steps), tokens[end - most - L : end + 1]
+                with sample.autocast(model):
+                    model.prefill(some[None, :L], cache)
+                    logits = model(some[None, L:-1], cache=cache).logits[0].float()  # [most,V]
+                losses.append(F.cross_entropy(logits, some[L + 1 :].to(logits.device)).item())
+            new = logits[-1:].argmax(-1)  # [1]
+            memory = torch.cuda.max_memory_allocated() if GPU else 0
+            if GPU:
+                step = sample.record(model, cache)
+                us, spread, _ = timed(lambda step=step, new=new: step(new), steps)
+            else:
+                step, (us, spread, _) = None, timed(lambda cache=cache, new=new: model.step(new[:, None], cache))
+            rows.append({"context": L, "way": way, "loss": sum(losses) / windows, "losses": losses, "us": 1e3 * us, "spread_us": 1e3 * spread, "peak_gb": memory / 2**30})
+            print(f"{L:>10,} tokens, {way:10} loss {rows[-1]['loss']:.4f}" + (f", {1e3 * us:,.0f} us a token, peak {memory / 2**30:.1f} GiB" if GPU else ""), flush=True)
+            del cache, logits, step
+    for m, (kind, indexed) in zip(layers, usual):
+        m.kind, m.indexed = kind, indexed
+    out.mkdir(parents=True, exist_ok=True)
+    where = torch.cuda.get_device_name() if GPU else "CPU"
+    report = {"device": where, "torch": torch.__version__, "model": {k: settings[k] for k in ("preset", "recipe", "step", "context")}, "text": text.report, "rows": rows}
+    (out / "wholemodel.json").write_text(json.dumps(report, indent=1))
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    for ax, key, label in ((axes[0], "loss", "loss (nats a token)"), (axes[1], "us", "microseconds for a new token")):
+        for way in ("as trained", "dense"):
+            ax.plot(lengths, [r[key] for r in rows if r["way"] == way], "o-", label=way)
+        ax.axvline(settings["context"], color="grey", lw=0.8, ls=":", label="trained on")
+        ax.set(xscale="log", xlabel="tokens of context", ylabel=label)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    axes[1].set_yscale("log")
+    fig.suptitle(f"preset {settings['preset']}, {where}", fontsize=9)
+    fig.tight_layout()
+    fig.savefig(out / "wholemodel.png", dpi=130)
+    plt.close("all")
+    print(f"wrote {out / 'wholemodel.json'} and {out / 'wholemodel.png'}")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description="Time the kernels beside dense attention and public sparse kernels.")
     p.add_argument("--long", action="store_true", help="prefill and decode up to a million tokens")
+    p.add_argument("--model", metavar="CKPT", help="a trained model's loss and speed with up to 1M tokens of context")
     p.add_argument("--tiles", action="store_true", help="time other tiles of the training kernels; writes nothing")
-    p.add_argument("--lengths", type=int, nargs="+", help="tokens in the sequence; default 8K, 32K and 128K; with --long to 512K and 1M")
+    p.add_argument("--lengths", type=int, nargs="+", help="tokens in the sequence; default 8K, 32K and 128K; with --long to 512K and 1M; with --model 4K to 1M")
     p.add_argument("--batches", type=int, nargs="+", help="rows to decode, with --long; default 1, 8 and 32")
     p.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention and fla's parallel_nsa, too"
@@ -593,6 +664,8 @@ def main(argv=None):
     if min(*lengths, *batches) < 1:
         p.error(f"--lengths and --batches must be at least 1, not {min(*lengths, *batches)}")
     out = Path(args.out or ("out_bench_tiny" if args.tiny else "results"))
+    if args.model:
+        return whole(args.model, args.lengths or ([64, 128] if args.tiny else [2**n for n in range(12, 21, 2)]), out)
     torch.manual_seed(0)
     report = {
         "device": torch.cuda.get_device_name() if GPU else "CPU, interpreted",
@@ -639,4 +712,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as e:
+        sys.exit(f"bench.py: {e}")

@@ -3546,6 +3546,24 @@ def test_bench_rehearsals(tmp_path):
     assert code == 2 and "must be at least 1, not 0" in said
 
 
+def test_a_whole_model_with_more_context(trained, tmp_path):
+    """`bench.py --model`: a window of another text, a cache that does not go on where the prompt ended, a model left dense."""
+    import sample
+
+    code, said = call("bench.py", "--tiny", "--model", str(trained), "--lengths", "40", "90", "--out", str(tmp_path))
+    assert code is None and said.count("dense ") == 2 and (tmp_path / "wholemodel.png").stat().st_size > 10_000, said
+    rows = json.loads((tmp_path / "wholemodel.json").read_text())["rows"]
+    model, tok, _, _ = sample.load(trained, "cpu")
+    text = data.Corpus(tok)
+    for L, row in ((40, rows[0]), (90, rows[2])):
+        some = torch.from_numpy(np.concatenate((text.train, text.val))[-513 - L :].astype(np.int64))
+        with torch.no_grad():
+            want = F.cross_entropy(model(some[None, :-1]).logits[0, L:].float(), some[L + 1 :])
+        assert row["way"] == "as trained" and abs(row["losses"][0] - want.item()) < 1e-4
+    code, said = call("bench.py", "--tiny", "--model", str(trained), "--lengths", str(10**9))
+    assert code == 1 and "too few for a context of 1,000,000,000" in said
+
+
 def test_rehearsals_touch_no_results(tmp_path, monkeypatch):
     """A rehearsal once put its numbers in the place of those measured on a GPU."""
     import bench
