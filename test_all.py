@@ -688,6 +688,28 @@ def test_offsets_beyond_two_billion_elements():
 
 
 @needs_gpu
+def test_another_length_compiles_nothing():
+    """A kernel compiled anew for every sequence length: seconds each time a batch is as long as none before. Only the top-k, whose rows lie
+    in registers, is compiled for each power of two of blocks."""
+
+    def compiled(T):
+        q, k, v, iq, ik, _ = make(1, T, T, 8, 2, 64, 64, dtype=HALF)
+        q, k, v, iq, ik = (x.requires_grad_() for x in (q, k, v, iq, ik))
+        ids = kernels.select_blocks(iq, ik, 64, 4)
+        out, lse = kernels.sparse_attention(q, k, v, ids, 64)
+        (out.float().sum() + kernels.index_kl(q, k, lse, iq, ik, ids, 64) + kernels.index_kl(q, k, lse, iq, ik, None, 64)).backward()
+        found = {name: f for name, f in vars(kernels).items() if isinstance(f, kernels.triton.JITFunction)}
+        return {name: len(f.device_caches[torch.cuda.current_device()][0]) for name, f in found.items()}
+
+    first = compiled(1024)
+    assert first["topk_kernel"] and first["kl_kernel"]
+    for T in (1023, 999, 517, 641):
+        assert compiled(T) == first, T
+    longer = compiled(1025)
+    assert longer.pop("topk_kernel") == first.pop("topk_kernel") + 1 and longer == first
+
+
+@needs_gpu
 def test_extra_memory_is_bounded():
     """At most 4 GB beyond inputs, outputs and gradients: partial results of all of 64K queries would be 17 GB."""
     T, H, Hkv, D, block = 65_536, 64, 4, 128, 128
