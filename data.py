@@ -53,9 +53,9 @@ from PIL import Image
 
 # isort: off
 from pictures import (  # noqa: F401  (all of it is also data.X)
-    ATTRIBUTION, FORMATS, HELDOUT, MIX, MOTIONS, MOVES, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
+    ATTRIBUTION, FORMATS, HELDOUT, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
     cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, may_draw, pairs_of, picture_names, plain, render, scene,
-    share, single, to_rgb, training_example, write_atomically, parse_mix,
+    share, single, to_rgb, training_example, is_whole, write_atomically, parse_mix,
 )  # fmt: skip
 # isort: on
 from vit3d import patchify
@@ -260,10 +260,10 @@ class Corpus:
                 kept.append(text)
             train = kept if len(texts) >= 100 else [kept[0].encode()[:max_bytes].decode(errors="ignore")]
         content = hashlib.sha256("".join(h for h, _ in texts).encode()).hexdigest()[:12]
-        key = hashlib.sha256(f"1 {tok.hash} {content} {len(train)} {max_bytes}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"2 {tok.hash} {content} {len(train)} {max_bytes}".encode()).hexdigest()[:16]
         self.paths = [cache_dir() / f"text-{key}-{part}.bin" for part in ("train", "val")]
         for file, part in zip(self.paths, (train, val)):
-            if not file.exists():
+            if not is_whole(file):
                 write_atomically(file, lambda f, part=part: self._tokenise(f, part, tok))
         self.val_bytes = "".join(val).encode()
         self.content, n_bytes = content, sum(len(t.encode()) for t in train)
@@ -284,7 +284,7 @@ class Corpus:
                 batch, size = [], 0
 
     def _open(self):
-        self.train, self.val = (np.memmap(path, dtype=np.uint16, mode="r") for path in self.paths)
+        self.train, self.val = (np.memmap(path, dtype=np.uint16, mode="r")[:-8] for path in self.paths)  # without the mark
 
     def __getstate__(self):  # worker processes map the files again instead of receiving a copy
         return {k: v for k, v in self.__dict__.items() if k not in ("train", "val")}
@@ -535,7 +535,7 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
         except ValueError as error:
             return None, str(error), None
 
-    spool, shapes, full = cache_dir() / f"own.{os.getpid()}.tmp", [], ""
+    spool, shapes, full = keep and cache_dir() / f"own.{os.getpid()}.tmp", [], ""
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
             few = len(things) < 500
@@ -557,7 +557,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
         if shapes and not full:
             own.keep(spool, shapes)
     finally:
-        spool.unlink(missing_ok=True)
+        if keep:
+            spool.unlink(missing_ok=True)
     lines = [f"images {plain(folder)}: used {len(items):,} of {len(things):,}"]
     if items:
         lines[0] += f", {len(own.train):,} to train on and {len(own.held):,} held out; content {own.content}"
@@ -621,7 +622,7 @@ class Rows:
             raise ValueError(f"a share of your own data must be above 0 and at most 1, not {own_share} or {text_share}")
         self.mix, self.own, self.own_share, self.beside, self.text_share = mix, own, own_share, beside, text_share
         self.tok, self.prep, self.corpus, self.pictures, self.context, self.seed = tok, prep, corpus, pictures, context, seed
-        self._order = {}
+        self._order, self.gone = {}, set()  # own pictures that could not be read
         if own is not None and max(own.lengths) > context:
             i = own.lengths.index(max(own.lengths))
             raise ValueError(f"the example captioned {plain(own.captions[i], 60)!r} takes {own.lengths[i]} tokens, "
@@ -636,7 +637,7 @@ class Rows:
                 raise ValueError(f"a canvas of {pictures.size} pixels must be a multiple of {unit} and within max_pixels "
                                  f"{prep.max_pixels}")
             longest = max(len(tok.encode(name)) for name in pictures.names)
-            still = {k for k, weight in mix.items() if weight} <= {"single", "scene", "scene_of_three"}
+            still = not any(mix.get(k) for k in MOVING)
             frames = 1 if still else 8 // prep.temporal_patch_size
             most = frames * ((pictures.size // unit) ** 2 + 2) + 3 * longest + 32
             if most > context:
@@ -670,17 +671,21 @@ class Rows:
             encoded.append(new)
 
     def one_of_own(self, rng):
-        """All could be read when training began; one that has since gone or changed is named and another one taken."""
-        for _ in range(100):
+        """All could be read when training began; one that has since gone or changed is named, once, and another one taken.
+        ValueError when half of them are gone."""
+        while 2 * len(self.gone) < len(self.own.train):
             i = rng.choice(self.own.train)
+            if i in self.gone:
+                continue
             try:
                 new = encode_example(self.tok, self.prep, self.own[i])
                 if len(new[0]) + len(new[1]) == self.own.lengths[i]:
                     return new
                 raise ValueError(f"{plain(self.own.paths[i])}: has another size than when training began")
             except ValueError as error:
-                print(f"passed over: {error}", file=sys.stderr, flush=True)
-        raise ValueError("100 of your own pictures, one after the other, cannot be read any more: is their folder still there?")
+                self.gone.add(i)
+                print(f"passed over from here on: {error}", file=sys.stderr, flush=True)
+        raise ValueError(f"{len(self.gone)} of your own {len(self.own.train)} pictures cannot be read any more: is their folder still there?")
 
 
 # ------------------------------------------------------------------------------------------------------------------

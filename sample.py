@@ -284,7 +284,7 @@ def showcase(model, tok, prep, settings, out):
         label = "\n".join(textwrap.fill(line, 28 if n < stills else 60) for line in lines)
         colour = "darkgreen" if said == e.answer else "firebrick"
         ax.annotate(label, (0.5, 0), (0, -3), "axes fraction", "offset points", fontsize=7, color=colour, ha="center", va="top")
-    fig.suptitle(f"Held out: never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
+    fig.suptitle(f"Drawings, pairs and motions never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
     fig.tight_layout(h_pad=2.0)
     fig.savefig(out)
     plt.close(fig)

@@ -2419,7 +2419,8 @@ def test_share_of_own_text(tmp_path, monkeypatch):
 
 
 def test_a_picture_that_goes_away_in_training(tmp_path, capfd):
-    """A file deleted or replaced during a long run stops it; a folder that is gone makes it go round for ever."""
+    """A file deleted or replaced during a long run stops it; a folder that is gone makes it go round for ever;
+    one that is half gone fills the terminal with the same names over and over."""
     folder = colour_folder(tmp_path / "mine", 6, (56, 56))
     own, _ = data.load_folder(folder, OWN_PREP)
     rows = data.Rows(data.Tokenizer(), OWN_PREP, None, None, 60, own=own)
@@ -2428,11 +2429,45 @@ def test_a_picture_that_goes_away_in_training(tmp_path, capfd):
     seen = [rows.vision(n) for n in range(20)]
     assert all(len(patches) for _, _, patches, _ in seen)
     said = capfd.readouterr().err
-    assert "passed over" in said and "p0.png: cannot be read as a picture (there is no such file)" in said and "another size" in said
+    assert said.count("passed over") == 2 and "p0.png: cannot be read as a picture (there is no such file)" in said and "another size" in said
     for file in folder.glob("*.png"):
         file.unlink()
-    with pytest.raises(ValueError, match="still there"):
+    with pytest.raises(ValueError, match="3 of your own 6 pictures cannot be read any more: is their folder still there"):
         rows.vision(0)
+
+
+def test_a_damaged_or_unusable_cache(tmp_path, monkeypatch):
+    """A cached file that was cut is believed (1.5M tokens instead of 3.6M), or fails in words about shapes; a cache that cannot be made or
+    written is an errno that names neither the cache nor how to move it."""
+    monkeypatch.setenv("NANOM3_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 3000)
+
+    def made():
+        p, c = data.Pictures(56, 24), data.Corpus(data.Tokenizer(), tmp_path / "text.txt")
+        return p.names, [t.copy() for t in p.tiles], c.train.copy(), c.val.copy()
+
+    first = made()
+    files = sorted((tmp_path / "cache").iterdir())
+    assert len(files) == 4
+    for file in files:
+        good = file.read_bytes()
+        for bad in (good[:-2], good[: len(good) // 4 * 2], b"{", b"", good[:-16]):
+            file.write_bytes(bad)
+            again = made()
+            assert file.read_bytes() == good and again[0] == first[0] and all((a == b).all() for a, b in zip(again[1], first[1]))
+            assert (again[2] == first[2]).all() and (again[3] == first[3]).all()
+    (tmp_path / "file").write_text("")
+    for where in (tmp_path / "file", "/proc/nanom3"):
+        monkeypatch.setenv("NANOM3_CACHE", str(where))
+        for make in (lambda: data.Pictures(56, 24), lambda: data.Corpus(data.Tokenizer(), tmp_path / "text.txt")):
+            with pytest.raises(ValueError, match=f"cache folder {where} cannot be made .*NANOM3_CACHE"):
+                make()
+    own, _ = data.load_folder(colour_folder(tmp_path / "mine"), OWN_PREP)  # checking needs no cache
+    assert len(own) == 12
+    if Path("/sys/kernel").is_dir():
+        monkeypatch.setenv("NANOM3_CACHE", "/sys/kernel")
+        with pytest.raises(ValueError, match="cache folder /sys/kernel cannot be written .*NANOM3_CACHE"):
+            data.Corpus(data.Tokenizer(), tmp_path / "text.txt")
 
 
 def test_a_large_folder_stays_on_the_disk(tmp_path):

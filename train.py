@@ -981,7 +981,7 @@ def run(args, on_exit):
             clock = time.monotonic()
             if late and not last:
                 bar.close()
-                print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}")
+                print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}; or try: python sample.py --ckpt {out}")
                 return 0
         timing = step % 20 == 10  # the next one
         if timing and device == "cuda":
