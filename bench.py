@@ -20,6 +20,7 @@ from there, for dense as for MSA.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -613,16 +614,11 @@ def whole(ckpt, lengths, out, windows=2, most=512, steps=20):
                 losses.append(F.cross_entropy(logits, some[L + 1 :].to(logits.device)).item())
             new = logits[-1:].argmax(-1)  # [1]
             memory = torch.cuda.max_memory_allocated() if GPU else 0
-            if GPU:
-                step = sample.record(model, cache)
-                us, spread, _ = timed(lambda step=step, new=new: step(new), steps)
-            else:
-                step, (us, spread, _) = None, timed(lambda cache=cache, new=new: model.step(new[:, None], cache))
+            step = sample.record(model, cache) if GPU else lambda new, cache=cache: model.step(new[:, None], cache)
+            us, spread, _ = timed(functools.partial(step, new), steps)
             rows.append({"context": L, "way": way, "loss": sum(losses) / windows, "losses": losses, "us": 1e3 * us, "spread_us": 1e3 * spread, "peak_gb": memory / 2**30})
             print(f"{L:>10,} tokens, {way:10} loss {rows[-1]['loss']:.4f}" + (f", {1e3 * us:,.0f} us a token, peak {memory / 2**30:.1f} GiB" if GPU else ""), flush=True)
             del cache, logits, step
-    for m, (kind, indexed) in zip(layers, usual):
-        m.kind, m.indexed = kind, indexed
     out.mkdir(parents=True, exist_ok=True)
     where = torch.cuda.get_device_name() if GPU else "CPU"
     report = {"device": where, "torch": torch.__version__, "model": {k: settings[k] for k in ("preset", "recipe", "step", "context")}, "text": text.report, "rows": rows}

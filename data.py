@@ -53,7 +53,7 @@ from PIL import Image
 
 # isort: off
 from pictures import (  # noqa: F401  (all of it is also data.X)
-    ATTRIBUTION, FORMATS, HELDOUT, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
+    ATTRIBUTION, FORMATS, HELDOUT, MARK, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
     cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, may_draw, pairs_of, picture_names, plain, render, scene,
     share, single, to_rgb, training_example, is_whole, write_atomically, parse_mix,
 )  # fmt: skip
@@ -284,7 +284,7 @@ class Corpus:
                 batch, size = [], 0
 
     def _open(self):
-        self.train, self.val = (np.memmap(path, dtype=np.uint16, mode="r")[:-8] for path in self.paths)  # without the mark
+        self.train, self.val = (np.memmap(path, dtype=np.uint16, mode="r")[: -MARK // 2] for path in self.paths)
 
     def __getstate__(self):  # worker processes map the files again instead of receiving a copy
         return {k: v for k, v in self.__dict__.items() if k not in ("train", "val")}
@@ -391,7 +391,7 @@ class Folder:
 
     def __init__(self, prep: Prep, items: list):
         """items: (path, question, caption, length, visual, content hash) of each."""
-        self.prep, self.kept, self.shapes, self.offsets = prep, None, [], []
+        self.prep, self.kept, self.shapes, self.offsets, self.missed = prep, None, [], [], False
         self.paths, self.questions, self.captions, self.lengths, self.visual, self.hashes = (list(column) for column in zip(*items))
         hashes = self.hashes
         held = set()
@@ -408,12 +408,19 @@ class Folder:
         return len(self.paths)
 
     def __getitem__(self, i) -> Example:
-        try:
-            clip = np.fromfile(self.kept or "", np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
-            visual = clip, len(clip) > 1 or isinstance(self.paths[i], list)
-        except (OSError, ValueError, IndexError):  # not kept, or gone since
-            visual = load_visual(self.paths[i], self.prep)
+        visual = (self.read(i) if self.kept else None) or load_visual(self.paths[i], self.prep)
         return Example([visual], self.questions[i], self.captions[i], "own", 0.0)
+
+    def read(self, i):
+        """What load_visual gave for i when it was kept, or None, with a word the first time, if the file has gone or been cut since."""
+        try:
+            clip = np.fromfile(self.kept, np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
+        except (OSError, ValueError):
+            if not self.missed:
+                print(f"{self.kept} is not whole any more: its pictures are decoded at every use, which is slower", file=sys.stderr, flush=True)
+            self.missed = True
+            return None
+        return clip, len(clip) > 1 or isinstance(self.paths[i], list)
 
     def keep(self, file, shapes: list):
         """Move the file with all clips, one after another, into the cache. Its name is a hash of what is in it, in order."""

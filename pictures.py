@@ -41,8 +41,11 @@ def cache_dir() -> Path:
     return folder
 
 
+MARK = 16  # bytes
+
+
 def mark(size: int) -> bytes:
-    """The last 16 bytes of a whole file of the cache, behind `size` bytes of what it holds."""
+    """The last MARK bytes of a whole file of the cache, behind `size` bytes of what it holds."""
     return b"nanom3ok" + size.to_bytes(8, "little")
 
 
@@ -50,7 +53,7 @@ def is_whole(path: Path) -> bool:
     """Is this a file of the cache as write_atomically left it, and not missing, cut short or something else?"""
     try:
         with open(path, "rb") as file:
-            size = file.seek(-16, os.SEEK_END)
+            size = file.seek(-MARK, os.SEEK_END)
             return file.read() == mark(size)
     except OSError:  # missing, or shorter than a mark
         return False
@@ -292,7 +295,7 @@ class Pictures:
         self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
 
     def _open(self):
-        meta = json.loads(self.paths[1].read_bytes()[:-16])
+        meta = json.loads(self.paths[1].read_bytes()[:-MARK])
         self.sequences, self.names = meta["sequences"], meta["names"]
         self.turns = [a > 2.0 for a in meta["asymmetry"]]  # looks different upside down: turning it can be seen
         flat = np.asarray(np.memmap(self.paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow

@@ -2330,7 +2330,7 @@ def test_held_out_share_is_by_content(tmp_path):
     assert len(data.load_folder(folder, OWN_PREP)[0].train) == 12
 
 
-def test_prepared_pixels_are_kept(tmp_path, monkeypatch):
+def test_prepared_pixels_are_kept(tmp_path, monkeypatch, capfd):
     """Training that decodes a picture at each use (10,000 photos left the GPU idle for a quarter of the time); kept pixels of another
     picture, of a clip without its frames, or of a folder as it was before; a full disk that loses the run or leaves half a file."""
     monkeypatch.setenv("NANOM3_CACHE", str(tmp_path / "cache"))
@@ -2357,6 +2357,7 @@ def test_prepared_pixels_are_kept(tmp_path, monkeypatch):
     assert same([other[i] for i in range(12)], read[:1:-1])
     other.kept.unlink()
     assert same([other[i] for i in range(12)], read[:1:-1])
+    assert capfd.readouterr().err.count("not whole any more") == 1
 
     class FullDisk(np.ndarray):
         def tofile(self, file):

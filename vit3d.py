@@ -117,8 +117,8 @@ def attend(q, k, v, groups):
     """q, k, v [N,heads,d] -> [N,heads*d]; groups [g,2] on the CPU: one after the other, `count` segments of `length` patches
     each. A group is one batch for attention, so nothing is padded and no segment sees another. split and not slices: the
     gradient of a slice is as long as all of x, that of a split is put together once."""
-    outs = []
-    for (count, length), *qkv in zip(groups.tolist(), *(x.split(groups.prod(-1).tolist()) for x in (q, k, v))):
+    outs, rows = [], groups.prod(-1).tolist()
+    for (count, length), *qkv in zip(groups.tolist(), q.split(rows), k.split(rows), v.split(rows)):
         out = F.scaled_dot_product_attention(*(x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv))  # [count,heads,length,d]
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count*length, heads*d]
     return torch.cat(outs)
