@@ -1427,6 +1427,24 @@ def test_packed_pictures_equal_each_alone():
             assert ratio(f"picture {i}", got, vit(patches, grids)) < 1e-5
 
 
+@needs_gpu
+def test_packed_segments_on_the_gpu():
+    """FlashAttention's one call for segments of many lengths, against one call for each length, with gradients; edges of another order."""
+    torch.manual_seed(0)
+    vit = ViT(ViTConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, temporal_patch_size=1)).cuda()
+    grids = torch.tensor([[t, 2 * h, 2 * w] for t, h, w in ((4, 1, 2), (1, 3, 1), (2, 2, 2), (1, 1, 1), (4, 4, 4), (1, 2, 2))])
+    patches = torch.randn(int(grids.prod(-1).sum()), 588, device="cuda")
+    weigh, found = torch.randn(len(patches), 128, device="cuda"), []
+    for dtype in (torch.float32, torch.bfloat16):  # float32 takes the groups
+        vit.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype is torch.bfloat16):
+            out = vit(patches, grids)
+        (out.float() * weigh).sum().backward()
+        found.append((out.detach().float(), vit.embed.weight.grad.clone(), vit.layers[0].k_proj.weight.grad.clone()))
+    for name, want, got in zip(("out", "d embed", "d k_proj"), *found):
+        assert ratio(name, got, want) < 2e-2
+
+
 def test_segments_are_independent_and_time_restarts():
     """Attention or positions that run over the edge of a segment: a clip of two equal halves must give two equal halves; one
     frame, one segment."""
