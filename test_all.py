@@ -3635,7 +3635,7 @@ def test_a_whole_model_with_more_context(trained, tmp_path):
         some = torch.from_numpy(np.concatenate((text.train, text.val))[-513 - L :].astype(np.int64))
         with torch.no_grad():
             want = F.cross_entropy(model(some[None, :-1]).logits[0, L:].float(), some[L + 1 :])
-        assert row["way"] == "as trained" and abs(row["losses"][0] - want.item()) < 1e-4
+        assert row["way"] == "as trained" and abs(row["losses"][0] - want.item()) < (1e-4 if DEVICE == "cpu" else 3e-3)  # a GPU: TF32
     code, said = call("bench.py", "--tiny", "--model", str(trained), "--lengths", str(10**9))
     assert code == 1 and "too few for a context of 1,000,000,000" in said
 
@@ -3984,7 +3984,7 @@ def test_readme_own_attention(tmp_path):
     diff = (HERE / "README.md").read_text().split("```diff\n")[1].split("```")[0]
     subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path, check=True)
     flags = (*FAST, "--attention", "strided", "--out_dir", str(tmp_path / "out"))
-    done = run(str(tmp_path / "train.py"), *flags, env={**os.environ, "PYTHONPATH": str(HERE)})
+    done = run(str(tmp_path / "train.py"), *flags, env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))})
     assert "attention strided" in done.stdout and all(math.isfinite(loss) for _, loss, _ in losses(tmp_path / "out"))
 
 

@@ -119,7 +119,7 @@ def attend(q, k, v, groups, edges):
     each; edges int32 [n+1]: where each segment begins, and the end. Nothing is padded and no segment sees another: on a GPU in
     half precision FlashAttention takes them all in one call, elsewhere a group is one batch. split and not slices: the gradient of
     a slice is as long as all of x, that of a split is put together once."""
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(q.device) >= (8, 0):
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(q.device) >= (8, 0):
         longest = int(groups[:, 1].max())
         return varlen_attn(q, k, v, edges, edges, longest, longest).flatten(1)
     outs, rows = [], groups.prod(-1).tolist()
