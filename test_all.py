@@ -4015,7 +4015,8 @@ def test_readme_headlines():
         f"{step['long, dense'] / step['long, msa']:.2f} times as long",
         "text {text:.0f}, pictures {vision:.0f}, backward {backward:.0f}, optimizer {optimizer:.0f}, waiting for data {data:.0f}".format(**base["step_ms"]),
         f"an MFU of {base['mfu']:.1%}",
-        f"busy {folder['gpu_busy_percent']:.0f}% of the time instead of {train['pictures, default']['gpu_busy_percent']:.0f}%",
+        "{:,} pictures and {:,} tokens a second".format(round(folder["pictures_per_s"], -2), round(folder["tokens_per_s"], -3)),
+        f"the GPU busy {train['pictures, default']['gpu_busy_percent']:.0f}% of the time",
     ):
         assert words in " ".join(rest.split()), words
 

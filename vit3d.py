@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 
 @dataclass
