@@ -29,8 +29,6 @@ import time
 import traceback
 from pathlib import Path
 
-# The help text must not wait for torch: everything heavy is imported in main().
-
 RECIPES = ("native", "midtrain", "cpt", "text_only")
 
 # One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
@@ -60,6 +58,16 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 409
 
 TORCHRUN = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 MAX_BAD_STEPS = 5  # this many non-finite gradients in a row stop the run
+
+
+def one_says(said):
+    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
+    comes last; what is wrong is put where it will take it from."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)  # whoever is still here has failed alone
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": {"message": f"train.py: {said}", "extraInfo": {"timestamp": int(time.time())}}}))
 
 
 def parse(argv=None):
@@ -120,6 +128,17 @@ def parse(argv=None):
     p.error = lambda said: (one_says(said), refuse(said))  # of several processes only the first
     return p.parse_args(argv)
 
+
+if __name__ == "__main__":
+    parse()  # --help, and a flag that is none, are answered before torch is imported, which takes seconds
+
+import torch
+from tqdm import tqdm
+
+import data
+import model as m3
+import msa
+from sample import fitting, read_checkpoint
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
 FREE_ON_RESUME = (
@@ -229,7 +248,6 @@ class Steps:
     """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures.
 
     Of `world` processes the one numbered `rank` gets every world-th row: together they read what one process would read."""
-
     def __init__(self, text, vision, s, rank=0, world=1):
         self.text, self.vision, self.s, self.rank, self.world = text, vision, s, rank, world
 
@@ -250,18 +268,21 @@ class Steps:
 
 def stack(rows):
     """Rows of (tokens [T], targets [T], patches [N,P], grids [n,3]) -> one micro-batch; text rows have no patches and grids."""
-    import torch
-
     batch = {"tokens": torch.stack([r[0] for r in rows]), "targets": torch.stack([r[1] for r in rows])}
     if len(rows[0]) > 2:
         batch |= {"patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])}
     return batch
 
 
+def quiet(_):
+    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
+    torch.set_num_threads(1)
+
+
 def forward(model, batch, prep, device, **kw):
     """One micro-batch through the model; pictures are normalised here, on the device, by data.normalize as everywhere else."""
-    import data
-
     move = lambda x: x.to(device, non_blocking=True)
     patches = grids = None
     if "patches" in batch:
@@ -277,11 +298,23 @@ def forward(model, batch, prep, device, **kw):
 # micro-batch needs to know nothing, and never waits in between.
 
 
+def join(s, world, beside_me, on_exit):
+    """Meet the other processes of this run, of which `beside_me` are on this machine; they part when it has ended well."""
+    if s["device"] == "mps" or s["batch_size"] < world:
+        raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {s['device']}")
+    # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if s["device"] == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+    on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
+    print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
+
+
+def alone():
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 def together(numbers):
     """Numbers of every process -> their sums, on the host. Nothing to do when this process is alone."""
-    import torch
-
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if alone():
         return numbers
     x = torch.tensor(numbers, dtype=torch.float64)
     try:
@@ -294,8 +327,6 @@ def together(numbers):
 def sum_gradients(params, most=1 << 25):
     """Sum the gradients over all processes, in pieces of about `most` numbers. A parameter without a gradient here may have one elsewhere (the ViT,
     where this process had no pictures); without one anywhere it stays without, as in a single process."""
-    import torch
-
     found = together([float(p.grad is not None) for p in params])
     pieces, room = [], 0
     for p in (p for p, n in zip(params, found) if n):
@@ -339,10 +370,6 @@ def step_flops(model, micro, per_token):
 
 def caption_batches(examples, tok, prep, size):
     """Held-out examples as rows of one length with targets on the answers only, `size` rows at a time, shortest first."""
-    import torch
-
-    import data
-
     encoded = sorted((data.encode_example(tok, prep, e) for e in examples), key=lambda e: len(e[0]) + len(e[1]))
     for i in range(0, len(encoded), size):
         part = encoded[i : i + size]
@@ -355,8 +382,6 @@ def caption_batches(examples, tok, prep, size):
 
 def validation_windows(corpus, context, most):
     """Up to `most` windows that follow each other in the validation text: tokens [n,T], targets [n,T]."""
-    import torch
-
     n = min(most, (len(corpus.val) - 1) // context)
     if n < 1:
         raise ValueError(f"the validation text has {len(corpus.val)} tokens, too few for one row of {context}: give more text or a smaller --context")
@@ -366,8 +391,6 @@ def validation_windows(corpus, context, most):
 
 def needles_of(corpus, tok, context, n=20):
     """{distance: data.needle_rows}, n rows in validation text for each of three distances: 1,024, 8,192 and 30,720 tokens where the context is 32,768."""
-    import data
-
     return {d: data.needle_rows(tok, corpus.val, context, d, n) for d in (min(context * part // 32, context - 64) for part in (1, 8, 30))}
 
 
@@ -383,8 +406,6 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
     An answer counts as right when the argmax at each of its positions, end of document included, is the right token. That is what greedy
     decoding yields: as long as every token so far is right, its input is this input.
     """
-    import torch
-
     out = {}
     model.eval()
     # Eager: the held-out batches have a new shape each, and compiling for it would take longer than running it.
@@ -418,10 +439,6 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
 
 def recall(model, batch, prep, device, autocast):
     """Mean block recall and score recall over the sparse layers, on one row (see msa.selection_recall)."""
-    import torch
-
-    import msa
-
     found = []
     layers = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
     if not layers:
@@ -443,8 +460,6 @@ def recall(model, batch, prep, device, autocast):
 
 def save(path, state):
     """Write to a temporary file, then move it into place: a reader sees the old file or the new one, never half of one."""
-    import torch
-
     tmp = path.with_suffix(".tmp")
     size = lambda x: x.nbytes if torch.is_tensor(x) else sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list)) else 0
     need, free = size(state), shutil.disk_usage(path.parent).free
@@ -483,6 +498,88 @@ def claim(out, on_exit):
         raise ValueError(f"another run is writing to {out}: choose another --out_dir") from None
     except OSError as e:
         raise ValueError(f"--out_dir {out} cannot be a folder to write in: {e.strerror}") from None
+
+
+def take_folder(args, rank, world, on_exit):
+    """The folder of this run, claimed until on_exit. ValueError if --resume finds nothing to go on with there, or another start finds a run."""
+    out = Path(args.out_dir)
+    ckpt, log = out / "ckpt.pt", out / "log.jsonl"
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if rank == 0 and (out.exists() or not args.resume):
+        claim(out, on_exit)  # before anything in there is looked at
+    used = ckpt.exists() or log.exists()
+    if used and not ckpt.exists() and not args.overwrite:
+        raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
+    if args.resume and not ckpt.exists():
+        raise ValueError(f"--resume: there is no {ckpt}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
+    if used and not (args.resume or args.overwrite):
+        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
+    if args.resume and args.init_from:
+        raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
+    return out
+
+
+class Book:
+    """How far a run is, and what it writes into its folder: log.jsonl and checkpoints, the first of several processes only.
+
+    step         steps that are done; saved_at: the step that ckpt.pt holds
+    bad          steps skipped in a row just now, because their gradients were not finite
+    whole        False in the middle of an update: the weights are not those of `step`
+    log          the rows of log.jsonl
+    constant     what is in every checkpoint beside weights, optimizers and step: plain data
+    """
+    def __init__(self, out, rank, step, model, optimizers, constant, args):
+        self.out, self.rank, self.model, self.optimizers, self.constant = out, rank, model, optimizers, constant
+        self.ckpt, path = out / "ckpt.pt", out / "log.jsonl"
+        self.step, self.saved_at, self.bad, self.whole, self.log = step, step, 0, True, []
+        if rank:
+            return
+        if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
+            for old in [self.ckpt, path, *out.glob("ckpt_*.pt")]:
+                if old.exists():
+                    old.replace(old.with_name(f"old_{old.name}"))
+        self.log = [r for r in read_log(path) if r["step"] <= step] if args.resume else []
+        path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in self.log))  # rows past the checkpoint: those steps are done again
+        path.with_suffix(".tmp").replace(path)
+
+    def note(self, row):
+        """One more row of the log."""
+        if self.rank == 0:
+            self.log.append(row)
+            with open(self.out / "log.jsonl", "a") as f:
+                f.write(json.dumps(row) + "\n")
+
+    def checkpoint(self):
+        """Write ckpt.pt, and with --keep another name for it. OSError if there is no room; the previous checkpoint is untouched."""
+        if self.rank == 0:
+            weights = {k.replace("_orig_mod.", ""): v for k, v in self.model.state_dict().items()}
+            save(self.ckpt, {"model": weights, "optimizers": [o.state_dict() for o in self.optimizers], "step": self.step} | self.constant)
+        self.saved_at = self.step
+        keep = self.constant["settings"]["keep"]
+        if keep and self.rank == 0:
+            kept = self.out / f"ckpt_{self.step:06d}.pt"
+            kept.unlink(missing_ok=True)
+            try:
+                os.link(self.ckpt, kept)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(self.ckpt, kept.with_suffix(".tmp"))
+                kept.with_suffix(".tmp").replace(kept)
+            for old in sorted(self.out.glob("ckpt_*.pt"))[:-keep]:
+                old.unlink()
+
+    def rescue(self, kind, error, _):
+        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
+        if kind is None or not issubclass(kind, Exception) or self.bad or not self.whole or self.step == self.saved_at or self.rank:
+            return
+        try:
+            self.checkpoint()
+        except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
+            print(f"step {self.step} could not be saved ({type(e).__name__}); {self.ckpt} holds step {self.saved_at}")
+        else:
+            print(f"saved step {self.step} before stopping; go on with: python train.py --resume --out_dir {self.out}")
 
 
 def read_log(path):
@@ -525,8 +622,6 @@ def draw_curve(path, log, title):
 def choose(args, local=0, begun=None):
     """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number.
     begun: the dtype of the run that is resumed."""
-    import torch
-
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     if args.device == "mps" and not torch.backends.mps.is_available():
@@ -557,10 +652,24 @@ def choose(args, local=0, begun=None):
     return device, name
 
 
+def settings(args, state, ckpt, local):
+    """What the run uses, decided before any work: (s: the settings as settle returns them, device, its name). state: the checkpoint that is resumed, or None.
+
+    ValueError if a flag cannot be used here, or the checkpoint at the path ckpt lacks a setting."""
+    begun = None
+    with fitting(ckpt):
+        if state is not None:
+            begun = state["settings"]["dtype"]
+            lacking = {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys()
+            if lacking:
+                raise KeyError(min(lacking))
+    device, name = choose(args, local, begun)
+    with fitting(ckpt):
+        return settle(args, state and state["settings"], state["step"] if state else 0), device, name
+
+
 def build(s, tok, prep):
     """The model of a preset, with the flags that shape it."""
-    import model as m3
-
     config = m3.M3Config.of_size(
         s["preset"],
         vocab_size=tok.vocab_size,
@@ -581,6 +690,17 @@ def build(s, tok, prep):
     return m3.M3(config)
 
 
+def load_weights(model, init, s):
+    """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
+    have = model.state_dict()
+    weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
+    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
+    if wrong:
+        theirs = init["settings"].get("preset")
+        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {theirs}, do not fit preset {s['preset']}, first at {wrong[0]}")
+    model.load_state_dict(weights, strict=False)
+
+
 class Muon:
     """Muon (K. Jordan 2024) for parameters [..., m, n], each a matrix or a stack of matrices (a layer's experts).
 
@@ -589,7 +709,6 @@ class Muon:
     stacks, and with 131 matrices is 3,000 launches a step. The step is scaled to the size of AdamW's (0.2 sqrt(max(m, n)), Moonshot 2025), so
     that one learning rate serves both.
     """
-
     def __init__(self, params, weight_decay, momentum=0.95):
         import torch
 
@@ -624,8 +743,6 @@ class Muon:
 
 def orthogonal(x):
     """x [N,m,n] -> roughly the nearest orthogonal matrices: singular values go to about 1, singular vectors stay (Newton-Schulz, K. Jordan's coefficients)."""
-    import torch
-
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -637,8 +754,6 @@ def orthogonal(x):
 
 def make_optimizers(model, s, device):
     """AdamW, alone or beside Muon for the matrices inside the layers; embedding and head (a row is a word, not a direction), norms and biases stay with AdamW."""
-    import torch
-
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.ndim >= 2 and s["optimizer"] == "muon" and n not in ("embed_tokens.weight", "lm_head.weight")]
     taken = set(matrices)
@@ -648,90 +763,36 @@ def make_optimizers(model, s, device):
     return [adamw, Muon(matrices, s["weight_decay"])] if matrices else [adamw]
 
 
-def main(argv=None):
-    args = parse(argv)
-    with contextlib.ExitStack() as on_exit:
-        return run(args, on_exit)
+def load_model(s, state, init, ckpt):
+    """Everything that learns, and what turns text and pictures into its input: (tokenizer, data.Prep, model, optimizers, the step they are at).
 
-
-def run(args, on_exit):
-    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends."""
-    import torch
-    from tqdm import tqdm
-
-    import data
-    from sample import fitting, read_checkpoint
-
-    # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
-    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
-    if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
-        on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
-    out = Path(args.out_dir)
-    ckpt_path, log_path = out / "ckpt.pt", out / "log.jsonl"
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if rank == 0 and (out.exists() or not args.resume):
-        claim(out, on_exit)  # before anything in there is looked at
-    used = ckpt_path.exists() or log_path.exists()
-    if used and not ckpt_path.exists() and not args.overwrite:
-        raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
-    if args.resume and not ckpt_path.exists():
-        raise ValueError(f"--resume: there is no {ckpt_path}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
-    if used and not (args.resume or args.overwrite):
-        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
-    if args.resume and args.init_from:
-        raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
-    state = read_checkpoint(ckpt_path) if args.resume else None
-    begun = None
-    with fitting(ckpt_path):
-        if state is not None:
-            begun = state["settings"]["dtype"]
-            lacking = {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys()
-            if lacking:
-                raise KeyError(min(lacking))
-    device, name = choose(args, local, begun)
-    with fitting(ckpt_path):
-        s = settle(args, state and state["settings"], state["step"] if state else 0)
-    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(log_path)):
-        print(f"{ckpt_path} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
-        return 0
-    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
-    if world > 1:
-        if device == "mps" or s["batch_size"] < world:
-            raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
-        # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
-        on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
-        print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
-    began = time.monotonic()
+    state: the checkpoint at the path ckpt that is resumed; init: the one whose weights alone are taken; both None: fresh weights from the seed.
+    ValueError if a checkpoint does not fit."""
     torch.manual_seed(s["seed"])
     torch.set_float32_matmul_precision("high")
-    autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
-
-    with fitting(s["init_from"] if init else ckpt_path):
+    with fitting(s["init_from"] if init else ckpt):
         tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
-    mix = data.parse_mix(s["tasks"])
-
-    # Model and optimizer: before the data is prepared, so that a checkpoint that does not fit is refused at once
     model = build(s, tok, prep)
     if init is not None:
         with fitting(s["init_from"]):
             load_weights(model, init, s)
-    model.to(device)
+    model.to(s["device"])
     model.checkpoint_layers = bool(s.get("checkpoint_layers"))
-    optimizers = make_optimizers(model, s, device)
-    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
-    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    optimizers = make_optimizers(model, s, s["device"])
     step = 0
     if state is not None:
-        with fitting(ckpt_path, ValueError):
+        with fitting(ckpt, ValueError):
             model.load_state_dict(state["model"])
             for o, saved in zip(optimizers, state["optimizers"], strict=True):
                 o.load_state_dict(saved)
-            step, before = state["step"], state["corpus"]
+            step, _ = state["step"], state["corpus"]  # load_data compares the text
+    return tok, prep, model, optimizers, step
 
-    # Data
+
+def load_data(s, state, tok, prep, mix, local, world):
+    """Everything that is read and seen, each told in a line: (corpus, own pictures or None, rows of text, rows of pictures or None, held), the rows
+    as data.Rows, held the windows, examples and needles that evaluate is given. mix: the picture tasks and their weights."""
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
@@ -752,32 +813,30 @@ def run(args, on_exit):
             examples = {kind: items for kind in kinds if (items := data.heldout(kind, s["eval_items"], pictures))}
         if own is not None and own.held:
             examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
-    rows = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
+    text, vision = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0)), None
     # Pictures come in shorter rows: rows are packed without a document mask, and in a long one attention is spread thin over pictures that
     # are not asked about.
-    seen = None
     if pictures or own:
-        seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
-    windows = validation_windows(corpus, s["context"], s["eval_rows"])
-    needles = needles_of(corpus, tok, s["context"]) if s["needles"] else None
+        vision = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
+    held = {"windows": validation_windows(corpus, s["context"], s["eval_rows"]), "examples": examples}
+    held["needles"] = needles_of(corpus, tok, s["context"]) if s["needles"] else None
     if not local:
         together([0])
     content = [int(c[:10], 16) for c in (corpus.content, own.content if own else "0")]
     if together(content) != [world * x for x in content]:
         raise ValueError("the processes of this run found different text or pictures on their machines: give all of them the same --text and --images")
+    if state is not None and state["corpus"] != corpus.content:
+        print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
+    if state is not None and own is not None and state.get("own") != own.content:
+        print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
+    return corpus, own, text, vision, held
 
-    if state is not None:
-        if before != corpus.content:
-            print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({before}): it goes on with what is here")
-        if own is not None and state.get("own") != own.content:
-            print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
-    if s.get("compile", device == "cuda"):
-        model.compile_layers()
-    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
-    per_token = functools.cache(model.flops_per_token)
-    peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+
+def describe(s, model):
+    """Say what is trained, and how."""
     keeps = (model.config.index_topk_blocks, model.config.index_block_size)
     kept = "" if s["attention"] == "dense" else f" (keeps {keeps[0]} x {keeps[1]} of {s['context']})"
+    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']}{kept}\n"
@@ -787,85 +846,153 @@ def run(args, on_exit):
     if kept and keeps[0] * keeps[1] >= s["context"]:
         print("note: every query keeps its whole row, so attention is dense in effect: for sparse attention lower --index_topk_blocks or give a longer --context")
 
-    log = []
-    if rank == 0:
-        if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
-            for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
-                if old.exists():
-                    old.replace(old.with_name(f"old_{old.name}"))
-        if own is not None:
-            print(data.own_sheet(out / "own_pictures.png", own))
-        log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
-        log_path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint: those steps are done again
-        log_path.with_suffix(".tmp").replace(log_path)
 
-    def note(row):
-        if rank:
-            return
-        log.append(row)
-        with open(log_path, "a") as f:
-            f.write(json.dumps(row) + "\n")
+# ---------------------------------------------------------------------------------------------------------------------------
+# The loop
 
-    def checkpoint():
-        nonlocal saved_at
-        if rank:
-            saved_at = step
-            return
-        state = {
-            "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            "optimizers": [o.state_dict() for o in optimizers], "step": step, "settings": s, "config": model.config.to_dict(),
-            "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
-        }  # fmt: skip
-        save(ckpt_path, state)
-        saved_at = step
-        if s["keep"]:
-            kept = out / f"ckpt_{step:06d}.pt"
-            kept.unlink(missing_ok=True)
-            try:
-                os.link(ckpt_path, kept)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(ckpt_path, kept.with_suffix(".tmp"))
-                kept.with_suffix(".tmp").replace(kept)
-            for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
-                old.unlink()
 
-    def measure():
-        if rank:
-            return
-        result = evaluate(model, s, windows, tok, prep, device, autocast, examples, needles)
-        for k, v in result.items():
-            if not math.isfinite(v):  # before it is noted: a resume would take it for an evaluation
-                raise ValueError(f"step {step}: the evaluation's {k} is {v}, so the weights in {ckpt_path} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
-        if step == s["max_steps"]:
-            raw = tok.decode_bytes(windows[1].flatten().tolist())
-            result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-        speed = {}
-        if spent:
-            seconds = sum(spent.values()) / timed
-            speed = {"step_ms": {k: round(1000 * v / timed, 2) for k, v in spent.items()}, "tflops": flops / seconds / 1e12}
-            speed["mfu"] = flops / seconds / (peak * world) if peak else None
-            tqdm.write(
-                f"a step, mean of {timed}: {1000 * seconds:.1f} ms = {', '.join(f'{k} {v:.1f}' for k, v in speed['step_ms'].items())}; {speed['tflops']:.1f} TFLOP/s"
-                + (f", MFU {speed['mfu']:.1%}" if peak else "")
-            )
-        note({"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60} | speed)
-        draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
-        tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+class Stopwatch:
+    """How long it all takes. Every twentieth step is timed part by part; only then does the host wait for the GPU.
 
-    timing, spent, timed, kind, mark, flops = False, {}, 0, None, time.perf_counter(), 0
+    spent        {part of a step: its seconds in the `timed` last such steps of one kind}
+    flops        of the step at hand, on all processes; peak: FLOP/s of their cards together, None if unknown
+    """
+    def __init__(self, model, device, name, world, began):
+        self.device, self.name, self.began = device, name, began
+        self.per_token = functools.cache(model.flops_per_token)
+        self.peak = next((world * v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+        self.on, self.kind, self.timed, self.spent, self.flops, self.mark = False, None, 0, {}, 0, 0.0
 
-    def lap(part):
-        """In a timed step: the seconds since the last lap belong to `part`. Only then does the host wait for the GPU."""
-        nonlocal mark
-        if timing:
-            if device == "cuda":
+    def minutes(self):
+        return (time.monotonic() - self.began) / 60
+
+    def mfu(self, seconds):
+        return self.flops / seconds / self.peak if self.peak else None
+
+    def ready(self, step):
+        """The next step, after `step`, begins now."""
+        self.on = step % 20 == 10
+        if self.on and self.device == "cuda":
+            torch.cuda.synchronize()
+        self.mark = time.perf_counter()
+
+    def lap(self, part):
+        """The seconds since the last lap belong to `part`."""
+        if self.on:
+            if self.device == "cuda":
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            spent[part], mark = spent.get(part, 0.0) + now - mark, now
+            self.spent[part], self.mark = self.spent.get(part, 0.0) + now - self.mark, now
 
-    due = step == s["max_steps"] or step % s["eval_interval"] == 0
-    if step and due and not any("eval" in r and r["step"] == step for r in log):
-        measure()  # the checkpoint was written, then its evaluation was cut short
+    def begin(self, kind, flops):
+        """The data of the step at hand are there. kind: only steps of one kind have one time, so a change of kind begins anew."""
+        if kind != self.kind:
+            self.kind, self.timed, self.spent = kind, 0, {}
+        self.timed, self.flops = self.timed + self.on, flops
+        self.lap("data")
+
+    def speed(self):
+        """What the timed steps took, told in a line and as keys for the log; {} if there were none."""
+        if not self.spent:
+            return {}
+        seconds = sum(self.spent.values()) / self.timed
+        parts, tflops, mfu = {k: round(1000 * v / self.timed, 2) for k, v in self.spent.items()}, self.flops / seconds / 1e12, self.mfu(seconds)
+        tqdm.write(f"a step, mean of {self.timed}: {1000 * seconds:.1f} ms = {', '.join(f'{k} {v:.1f}' for k, v in parts.items())}; {tflops:.1f} TFLOP/s"
+                   + (f", MFU {mfu:.1%}" if self.peak else ""))  # fmt: skip
+        return {"step_ms": parts, "tflops": tflops, "mfu": mfu}
+
+
+def gradients(model, micro, warmup, s, prep, autocast, watch):
+    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters.
+
+    The loss is the mean over the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share. The index KL
+    is a mean over tokens: the same, weighted by its own share. Returns, over all processes, the text's and the answers' losses (sums over targets) and
+    the index KL, then the numbers of text targets, answer targets and tokens. ValueError with advice if the memory is too small."""
+    kinds = ["caption" if "patches" in b else "text" for b in micro]
+    targets = [(b["targets"] >= 0).sum().item() for b in micro]
+    mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
+    flops = step_flops(model, micro, watch.per_token)
+    text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), flops])
+    watch.begin((warmup, caption_n > 0), flops)
+    sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
+    try:
+        for b, k, n in zip(micro, kinds, targets):
+            share, kl_share = n / max(1, text_n + caption_n), b["tokens"].numel() / tokens
+            with autocast():
+                o = forward(model, b, prep, s["device"], warmup=warmup)
+                loss = o.lm_loss * share + s["index_kl_coef"] * o.index_kl * kl_share
+            watch.lap("text" if k == "text" else "vision")
+            loss.backward()
+            watch.lap("backward")
+            sums[k] += o.lm_loss.detach() * n
+            sums["kl"] += o.index_kl.detach() * kl_share
+        if not alone():
+            sum_gradients(list(model.parameters()))
+            watch.lap("sum over processes")
+    except torch.OutOfMemoryError as e:
+        if max(len(b["tokens"]) for b in micro) > 1:
+            advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
+        else:
+            advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
+        raise ValueError(f"out of memory on {watch.name}: {advice}") from e
+    return sums, text_n, caption_n, tokens
+
+
+def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
+    """One optimizer step, the heart of it all: learning rate, gradients, clips, update. Gradients that are not finite are left out, and stop a run that
+    has too many in a row (ValueError). Returns the step's row of the log, still without recall and speed, and its tokens on all processes."""
+    step = book.step
+    torch.manual_seed((s["seed"] + 1_000_003 * step + book.rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
+    warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
+    lr = learning_rate(step, s)
+    for o in optimizers:
+        for g in o.param_groups:
+            g["lr"] = lr
+    sums, text_n, caption_n, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
+    if math.isfinite(norm) and math.isfinite(index_norm):
+        book.whole = False  # until `step` counts this update
+        for o in optimizers:
+            o.step()
+        model.balance(1e-3)
+        book.bad = 0
+    else:
+        book.bad += 1
+        model.balance(0.0)  # forget the loads of this step
+        tqdm.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({book.bad} in a row)")
+        if book.bad == MAX_BAD_STEPS:
+            raise ValueError(f"{book.bad} non-finite gradients in a row at step {step}: stopped; {book.ckpt} holds step {book.saved_at}. Try a lower --lr")
+    model.zero_grad(set_to_none=True)
+    book.step, book.whole = step + 1, True
+    watch.lap("optimizer")
+    text, caption, kl = together([float(x) for x in sums.values()])
+    lm_loss = (text + caption) / max(1, text_n + caption_n)
+    row = {"step": step + 1, "loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl, "grad_norm": norm, "index_grad_norm": index_norm, "lr": lr}
+    row |= {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None, "warmup": warmup}
+    return row, tokens
+
+
+def measure(model, s, tok, prep, autocast, held, watch, book):
+    """An evaluation, for the log, the curve and the reader; after the last step also of xz on the same text. The first process alone does it."""
+    if book.rank:
+        return
+    result = evaluate(model, s, tok=tok, prep=prep, device=s["device"], autocast=autocast, **held)
+    for k, v in result.items():
+        if not math.isfinite(v):  # before it is noted: a resume would take it for an evaluation
+            raise ValueError(f"step {book.step}: the evaluation's {k} is {v}, so the weights in {book.ckpt} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
+    if book.step == s["max_steps"]:
+        raw = tok.decode_bytes(held["windows"][1].flatten().tolist())
+        result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+    speed = watch.speed()
+    book.note({"step": book.step, "eval": result, "minutes": watch.minutes()} | speed)
+    draw_curve(book.out / "curve.png", book.log, f"{s['recipe']}, preset {s['preset']}")
+    tqdm.write(f"step {book.step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+
+
+def stop_on_signal():
+    """From now on Ctrl-C and SIGTERM only ask: their names are put into the list that is returned, empty until then."""
     stop = []
 
     def ask_to_stop(n, _):
@@ -876,151 +1003,95 @@ def run(args, on_exit):
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, ask_to_stop)
+    return stop
+
+
+def run(args, on_exit):
+    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends. Returns the exit code, 0."""
+    # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
+    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
+    if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
+        on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
+
+    # Settings
+    out = take_folder(args, rank, world, on_exit)
+    ckpt = out / "ckpt.pt"
+    state = read_checkpoint(ckpt) if args.resume else None
+    s, device, name = settings(args, state, ckpt, local)
+    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(out / "log.jsonl")):
+        print(f"{ckpt} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
+        return 0
+    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
+    if world > 1:
+        join(s, world, beside_me, on_exit)
+    began = time.monotonic()
+    mix = data.parse_mix(s["tasks"])
+
+    # Model and optimizers: before the data is prepared, so that a checkpoint that does not fit is refused at once
+    tok, prep, model, optimizers, step = load_model(s, state, init, ckpt)
+    watch = Stopwatch(model, device, name, world, began)
+    autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
+
+    # Data
+    corpus, own, text, vision, held = load_data(s, state, tok, prep, mix, local, world)
+    if s.get("compile", device == "cuda"):
+        model.compile_layers()
+    describe(s, model)
+    constant = {"settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content}
+    book = Book(out, rank, step, model, optimizers, constant, args)
+    if own is not None and rank == 0:
+        print(data.own_sheet(out / "own_pictures.png", own))
+
+    # Loop
+    due = step == s["max_steps"] or step % s["eval_interval"] == 0
+    if step and due and not any("eval" in r and r["step"] == step for r in book.log):
+        measure(model, s, tok, prep, autocast, held, watch, book)  # the checkpoint was written, then its evaluation was cut short
+    stop = stop_on_signal()
     workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) // beside_me - 2)))
     loader = torch.utils.data.DataLoader(
-        Steps(rows, seen, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
+        Steps(text, vision, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
-    saved_at, bad, whole, rec, clock, since = step, 0, True, None, time.monotonic(), 0
-
-    def rescue(kind, error, _):
-        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
-        bar.close()
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
-        if kind is None or not issubclass(kind, Exception) or bad or not whole or step == saved_at or rank:
-            return
-        try:
-            checkpoint()
-        except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
-            print(f"step {step} could not be saved ({type(e).__name__}); {ckpt_path} holds step {saved_at}")
-        else:
-            print(f"saved step {step} before stopping; go on with: python train.py --resume --out_dir {out}")
-
-    on_exit.push(rescue)
-    bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0)
+    on_exit.push(book.rescue)
+    bar = on_exit.enter_context(tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0))
+    rec, clock = None, time.monotonic()
     for micro in bar:
-        torch.manual_seed((s["seed"] + 1_000_003 * step + rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
-        warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
-        lr = learning_rate(step, s)
-        for o in optimizers:
-            for g in o.param_groups:
-                g["lr"] = lr
-        # Losses divide by the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share.
-        kinds = ["caption" if "patches" in b else "text" for b in micro]
-        targets = [(b["targets"] >= 0).sum().item() for b in micro]
-        mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
-        # The index KL is a mean over tokens: the same, weighted by its own share.
-        text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), step_flops(model, micro, per_token)])
-        total = max(1, text_n + caption_n)
-        if kind != (warmup, caption_n > 0):  # the step's time is told of steps of one kind
-            kind, timed = (warmup, caption_n > 0), 0
-            spent.clear()
-        lap("data")
-        sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
-        try:
-            for b, k, n in zip(micro, kinds, targets):
-                with autocast():
-                    o = forward(model, b, prep, device, warmup=warmup)
-                    loss = o.lm_loss * (n / total) + s["index_kl_coef"] * o.index_kl * (b["tokens"].numel() / tokens)
-                lap("text" if k == "text" else "vision")
-                loss.backward()
-                lap("backward")
-                sums[k] += o.lm_loss.detach() * n
-                sums["kl"] += o.index_kl.detach() * (b["tokens"].numel() / tokens)
-            if world > 1:
-                sum_gradients(list(model.parameters()))
-                lap("sum over processes")
-        except torch.OutOfMemoryError as e:
-            if max(len(b["tokens"]) for b in micro) > 1:
-                advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
-            else:
-                advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
-            raise ValueError(f"out of memory on {name}: {advice}") from e
-        norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
-        if math.isfinite(norm) and math.isfinite(index_norm):
-            whole = False  # until `step` counts this update
-            for o in optimizers:
-                o.step()
-            model.balance(1e-3)
-            bad = 0
-        else:
-            bad += 1
-            model.balance(0.0)  # forget the loads of this step
-            bar.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({bad} in a row)")
-            if bad == MAX_BAD_STEPS:
-                raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
-        model.zero_grad(set_to_none=True)
-        step, whole = step + 1, True
-        lap("optimizer")
-        timed += timing
-        if rec is None or step % 25 == 1 or step == s["max_steps"]:
+        row, tokens = train_step(model, optimizers, micro, s, prep, autocast, watch, book)
+        step, last = book.step, book.step == s["max_steps"]
+        if rec is None or step % 25 == 1 or last:
             rec = recall(model, micro[0], prep, device, autocast)
-        since += tokens
-        now = time.monotonic()
-        rate, seconds, clock, since = since / (now - clock), now - clock, now, 0
-        text_sum, caption_sum, kl = together([float(x) for x in sums.values()])
-        row = {"step": step, "loss": (text_sum + caption_sum) / total + s["index_kl_coef"] * kl, "lm_loss": (text_sum + caption_sum) / total, "index_kl": kl}
-        row |= {"grad_norm": norm, "index_grad_norm": index_norm, "lr": lr, "tokens_per_s": rate}
-        row |= {"text_loss": text_sum / text_n if text_n else None, "caption_loss": caption_sum / caption_n if caption_n else None}
-        row |= {"block_recall": rec[0], "score_recall": rec[1], "warmup": warmup}
-        note(row)
+        seconds, clock = time.monotonic() - clock, time.monotonic()
+        row |= {"tokens_per_s": tokens / seconds, "block_recall": rec[0], "score_recall": rec[1]}
+        book.note(row)
         shown = {k: f"{row[k]:.3f}" for k in ("text_loss", "caption_loss", "index_kl") if row[k] is not None}
-        mfu = flops / seconds / (peak * world) if peak else None
-        bar.set_postfix(shown | {"recall": f"{rec[0]:.2f}", "norm": f"{norm:.2f}", "lr": f"{lr:.1e}", "tok_s": f"{rate:,.0f}", "mfu": f"{mfu:.0%}" if mfu else "?"}, refresh=False)
-        late = s.get("max_minutes") is not None and time.monotonic() - began > 60 * s["max_minutes"]
+        shown |= {"recall": f"{rec[0]:.2f}", "norm": f"{row['grad_norm']:.2f}", "lr": f"{row['lr']:.1e}", "tok_s": f"{row['tokens_per_s']:,.0f}"}
+        mfu = watch.mfu(seconds)
+        bar.set_postfix(shown | {"mfu": f"{mfu:.0%}" if mfu else "?"}, refresh=False)
+        late = s.get("max_minutes") is not None and watch.minutes() > s["max_minutes"]
         late, told = together([late, bool(stop)])  # all stop where one was told to
-        last = step == s["max_steps"]
         if told or late or last or step % s["eval_interval"] == 0:
-            checkpoint()  # before the evaluation: a crash in there loses nothing
+            book.checkpoint()  # before the evaluation: a crash in there loses nothing
             if told:
                 bar.close()
-                print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
+                print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt}; go on with: python train.py --resume --out_dir {out}")
                 return 0
-            measure()
+            measure(model, s, tok, prep, autocast, held, watch, book)
             clock = time.monotonic()
             if late and not last:
                 bar.close()
                 print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}; or try: python sample.py --ckpt {out}")
                 return 0
-        timing = step % 20 == 10  # the next one
-        if timing and device == "cuda":
-            torch.cuda.synchronize()
-        mark = time.perf_counter()
+        watch.ready(step)
     bar.close()
     memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
-    print(f"done in {(time.monotonic() - began) / 60:.1f} minutes{memory}: {ckpt_path}; now try: python sample.py --ckpt {out}")
+    print(f"done in {watch.minutes():.1f} minutes{memory}: {ckpt}; now try: python sample.py --ckpt {out}")
     return 0
 
 
-def quiet(_):
-    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
-    torch.set_num_threads(1)
-
-
-def load_weights(model, init, s):
-    """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
-    have = model.state_dict()
-    weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
-    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
-    if wrong:
-        theirs = init["settings"].get("preset")
-        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {theirs}, do not fit preset {s['preset']}, first at {wrong[0]}")
-    model.load_state_dict(weights, strict=False)
-
-
-def one_says(said):
-    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
-    comes last; what is wrong is put where it will take it from."""
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)  # whoever is still here has failed alone
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": {"message": f"train.py: {said}", "extraInfo": {"timestamp": int(time.time())}}}))
+def main(argv=None):
+    args = parse(argv)
+    with contextlib.ExitStack() as on_exit:
+        return run(args, on_exit)
 
 
 def sentence(error):
