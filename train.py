@@ -29,8 +29,6 @@ import time
 import traceback
 from pathlib import Path
 
-RECIPES = ("native", "midtrain", "cpt", "text_only")
-
 # One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
 PRESETS = {
     "tiny": {  # two CPU cores, under six minutes: single pictures and scenes of a few things, there is no time for clips and questions
@@ -46,11 +44,8 @@ PRESETS = {
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
-    "long": {  # 32K tokens a row; one large GPU
-        "context": 32768, "batch_size": 2, "vision_context": 256, "vision_rows": 64, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
-        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 200, "eval_rows": 16,
-    },
 }  # fmt: skip
+PRESETS["long"] = PRESETS["base"] | {"context": 32768, "batch_size": 2, "vision_rows": 64, "eval_items": 200, "eval_rows": 16}  # 32K tokens a row; one large GPU
 PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense", "index_warmup_steps": 0}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
@@ -147,13 +142,11 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
-
 # The least that a number may be.
-LEAST = {
-    "max_steps": 1, "batch_size": 1, "context": 1, "vision_context": 1, "eval_interval": 1, "micro_batch_tokens": 1, "eval_rows": 1, "canvas": 1,
-    "frames_per_segment": 1, "max_pixels": 1, "index_block_size": 1, "index_topk_blocks": 1, "vision_rows": 0, "eval_items": 0, "keep": 0, "pictures": 0, "corpus_bytes": 0, "workers": 0, "seed": 0,
-    "index_warmup_steps": 0, "weight_decay": 0.0, "index_kl_coef": 0.0, "lr": 0.0, "max_minutes": 0.0,
-}  # fmt: skip
+LEAST = dict.fromkeys(("max_steps", "batch_size", "context", "vision_context", "eval_interval", "micro_batch_tokens", "eval_rows", "canvas"), 1)
+LEAST |= dict.fromkeys(("frames_per_segment", "max_pixels", "index_block_size", "index_topk_blocks"), 1)
+LEAST |= dict.fromkeys(("vision_rows", "eval_items", "keep", "pictures", "corpus_bytes", "workers", "seed", "index_warmup_steps"), 0)
+LEAST |= dict.fromkeys(("weight_decay", "index_kl_coef", "lr", "max_minutes"), 0.0)
 
 
 def flag(k, v):
@@ -198,11 +191,10 @@ def settle(args, saved=None, saved_step=0):
         for k in ("attention", "index_block_size", "index_topk_blocks", "index_warmup_steps", "index_kl_coef", "detach"):
             if k in given and s[k] != PRESETS["gpt"].get(k):
                 raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for {flag(k, s[k])}")
-    if s.get("mix") is not None:
-        if not ("images" in s or "text" in s):
-            raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
-        if not 0 < s["mix"] <= 1:
-            raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
+    if "mix" in s and not ("images" in s or "text" in s):
+        raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
+    if "mix" in s and not 0 < s["mix"] <= 1:
+        raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
         raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
     if s["recipe"] != "text_only" and s["vision_rows"] and ("images" not in s or s.get("mix", 0.5) < 1):  # OpenMoji's pictures are wanted
@@ -223,8 +215,7 @@ def learning_rate(step, s):
     if s["recipe"] == "cpt":
         cut = round(s["vision_start"] * s["planned_steps"])
         start, end = (0, cut) if step < cut else (cut, end)
-    n = end - start
-    x = step - start
+    n, x = end - start, step - start
     warm = min(1.0, (x + 1) / max(1, n // 20))
     decay = min(1.0, (n - x) / max(1.0, 0.3 * n))
     return s["lr"] * warm * decay
@@ -248,11 +239,9 @@ class Steps:
     """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures.
 
     Of `world` processes the one numbered `rank` gets every world-th row: together they read what one process would read."""
+
     def __init__(self, text, vision, s, rank=0, world=1):
         self.text, self.vision, self.s, self.rank, self.world = text, vision, s, rank, world
-
-    def __len__(self):
-        return self.s["max_steps"]
 
     def __getitem__(self, step):
         s = self.s
@@ -283,10 +272,9 @@ def quiet(_):
 
 def forward(model, batch, prep, device, **kw):
     """One micro-batch through the model; pictures are normalised here, on the device, by data.normalize as everywhere else."""
-    move = lambda x: x.to(device, non_blocking=True)
     patches = grids = None
     if "patches" in batch:
-        patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
+        patches, grids = data.normalize(batch["patches"].to(device, non_blocking=True), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
     return model(batch["tokens"], patches=patches, grids=grids, targets=batch.get("targets"), **kw)  # tokens and targets too are first looked at there
 
 
@@ -298,23 +286,9 @@ def forward(model, batch, prep, device, **kw):
 # micro-batch needs to know nothing, and never waits in between.
 
 
-def join(s, world, beside_me, on_exit):
-    """Meet the other processes of this run, of which `beside_me` are on this machine; they part when it has ended well."""
-    if s["device"] == "mps" or s["batch_size"] < world:
-        raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {s['device']}")
-    # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if s["device"] == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
-    on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
-    print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
-
-
-def alone():
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
 def together(numbers):
     """Numbers of every process -> their sums, on the host. Nothing to do when this process is alone."""
-    if alone():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return numbers
     x = torch.tensor(numbers, dtype=torch.float64)
     try:
@@ -374,10 +348,7 @@ def caption_batches(examples, tok, prep, size):
     for i in range(0, len(encoded), size):
         part = encoded[i : i + size]
         length = len(part[-1][0]) + len(part[-1][1])
-        rows = [data.pack([e], tok, length) for e in part]
-        yield dict(zip(("tokens", "targets"), (torch.stack(x) for x in list(zip(*rows))[:2]))) | {
-            "patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])
-        }  # fmt: skip
+        yield stack([data.pack([e], tok, length) for e in part])
 
 
 def validation_windows(corpus, context, most):
@@ -522,13 +493,9 @@ def take_folder(args, rank, world, on_exit):
 
 class Book:
     """How far a run is, and what it writes into its folder: log.jsonl and checkpoints, the first of several processes only.
+    step: how many are done, of which ckpt.pt holds the first saved_at; bad: skipped in a row just now, as their gradients were not finite;
+    whole: False in the middle of an update; constant: what every checkpoint holds beside weights, optimizers and step."""
 
-    step         steps that are done; saved_at: the step that ckpt.pt holds
-    bad          steps skipped in a row just now, because their gradients were not finite
-    whole        False in the middle of an update: the weights are not those of `step`
-    log          the rows of log.jsonl
-    constant     what is in every checkpoint beside weights, optimizers and step: plain data
-    """
     def __init__(self, out, rank, step, model, optimizers, constant, args):
         self.out, self.rank, self.model, self.optimizers, self.constant = out, rank, model, optimizers, constant
         self.ckpt, path = out / "ckpt.pt", out / "log.jsonl"
@@ -584,21 +551,18 @@ class Book:
 
 def read_log(path):
     rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
-                rows.append(json.loads(line))
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
+            rows.append(json.loads(line))
     return rows
 
 
 def draw_curve(path, log, title):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     steps, evals = [r for r in log if "eval" not in r], [r for r in log if "eval" in r]
-    fig, (a, b) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
+    fig = Figure(figsize=(10, 3.6), dpi=110)
+    a, b = fig.subplots(1, 2)
     smooth = max(1, len(steps) // 100)
     for key, label in (("text_loss", "text"), ("caption_loss", "answers")):
         points = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
@@ -613,10 +577,10 @@ def draw_curve(path, log, title):
         b.legend()
     fig.tight_layout()
     fig.savefig(path)
-    plt.close(fig)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
+# Settings, model, data
 
 
 def choose(args, local=0, begun=None):
@@ -634,9 +598,8 @@ def choose(args, local=0, begun=None):
             raise ValueError(f"process {local} finds no GPU: this machine has {n}, start one process a GPU (--nproc_per_node {n})")
         torch.cuda.set_device(local)
         name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(local).total_memory / 2**30
-        able = torch.cuda.get_device_capability() >= (8, 0)
         if dtype is None:
-            dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
+            dtype, because = ("bf16", "the card has it") if torch.cuda.get_device_capability() >= (8, 0) else ("fp32", "bf16 needs compute capability 8.0 or higher")
         if args.memory_gb is not None:
             if not 1 <= args.memory_gb <= memory:
                 raise ValueError(f"--memory_gb must be between 1 and what the card has, {memory:.1f}, not {args.memory_gb:g}")
@@ -653,15 +616,13 @@ def choose(args, local=0, begun=None):
 
 
 def settings(args, state, ckpt, local):
-    """What the run uses, decided before any work: (s: the settings as settle returns them, device, its name). state: the checkpoint that is resumed, or None.
-
-    ValueError if a flag cannot be used here, or the checkpoint at the path ckpt lacks a setting."""
+    """What the run uses, decided before any work: (s as settle returns it, device, its name). state: the checkpoint that is resumed, read from the path
+    ckpt, or None. ValueError if a flag cannot be used here or the checkpoint lacks a setting."""
     begun = None
     with fitting(ckpt):
         if state is not None:
             begun = state["settings"]["dtype"]
-            lacking = {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys()
-            if lacking:
+            if lacking := {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys():
                 raise KeyError(min(lacking))
     device, name = choose(args, local, begun)
     with fitting(ckpt):
@@ -670,24 +631,10 @@ def settings(args, state, ckpt, local):
 
 def build(s, tok, prep):
     """The model of a preset, with the flags that shape it."""
-    config = m3.M3Config.of_size(
-        s["preset"],
-        vocab_size=tok.vocab_size,
-        image_token_id=tok.image,
-        video_token_id=tok.clip,
-        max_position_embeddings=s["context"],
-        attention=s["attention"],
-        index_detach=s["detach"],
-        index_kl_coef=s["index_kl_coef"],
-        **{k: s[k] for k in ("index_block_size", "index_topk_blocks") if s.get(k)},
-        vision={
-            "patch_size": prep.patch_size,
-            "temporal_patch_size": prep.temporal_patch_size,
-            "spatial_merge_size": prep.merge_size,
-            "frames_per_segment": prep.frames_per_segment,
-        },
-    )
-    return m3.M3(config)
+    vision = {k: getattr(prep, k) for k in ("patch_size", "temporal_patch_size", "frames_per_segment")} | {"spatial_merge_size": prep.merge_size}
+    index = {k: s[k] for k in ("index_block_size", "index_topk_blocks", "index_kl_coef") if s.get(k) is not None}
+    tokens = {"vocab_size": tok.vocab_size, "image_token_id": tok.image, "video_token_id": tok.clip, "max_position_embeddings": s["context"]}
+    return m3.M3(m3.M3Config.of_size(s["preset"], attention=s["attention"], index_detach=s["detach"], vision=vision, **index, **tokens))
 
 
 def load_weights(model, init, s):
@@ -696,8 +643,7 @@ def load_weights(model, init, s):
     weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
     wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
     if wrong:
-        theirs = init["settings"].get("preset")
-        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {theirs}, do not fit preset {s['preset']}, first at {wrong[0]}")
+        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {init['settings'].get('preset')}, do not fit preset {s['preset']}, first at {wrong[0]}")
     model.load_state_dict(weights, strict=False)
 
 
@@ -709,9 +655,8 @@ class Muon:
     stacks, and with 131 matrices is 3,000 launches a step. The step is scaled to the size of AdamW's (0.2 sqrt(max(m, n)), Moonshot 2025), so
     that one learning rate serves both.
     """
-    def __init__(self, params, weight_decay, momentum=0.95):
-        import torch
 
+    def __init__(self, params, weight_decay, momentum=0.95):
         self.param_groups, self.weight_decay, self.momentum = [{"lr": 0.0}], weight_decay, momentum
         self.params, self.buffers = list(params), [torch.zeros_like(p) for p in params]
 
@@ -723,8 +668,6 @@ class Muon:
             mine.copy_(saved)
 
     def step(self):
-        import torch
-
         lr, shapes = self.param_groups[0]["lr"], {}
         for p, buffer in zip(self.params, self.buffers):
             if p.grad is not None:  # a step without pictures leaves the ViT alone
@@ -765,8 +708,7 @@ def make_optimizers(model, s, device):
 
 def load_model(s, state, init, ckpt):
     """Everything that learns, and what turns text and pictures into its input: (tokenizer, data.Prep, model, optimizers, the step they are at).
-
-    state: the checkpoint at the path ckpt that is resumed; init: the one whose weights alone are taken; both None: fresh weights from the seed.
+    state: the checkpoint that is resumed, read from the path ckpt; init: the one whose weights alone are taken; both None: fresh weights from the seed.
     ValueError if a checkpoint does not fit."""
     torch.manual_seed(s["seed"])
     torch.set_float32_matmul_precision("high")
@@ -836,12 +778,11 @@ def describe(s, model):
     """Say what is trained, and how."""
     keeps = (model.config.index_topk_blocks, model.config.index_block_size)
     kept = "" if s["attention"] == "dense" else f" (keeps {keeps[0]} x {keeps[1]} of {s['context']})"
-    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']}{kept}\n"
-        f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
-        f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
+        f"recipe: {s['recipe']}, {s['max_steps']} steps of {s['batch_size'] * s['context']:,} text and {s['vision_rows'] * s['vision_context']:,} picture-row tokens, "
+        f"peak lr {s['lr']:g}, index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
     if kept and keeps[0] * keeps[1] >= s["context"]:
         print("note: every query keeps its whole row, so attention is dense in effect: for sparse attention lower --index_topk_blocks or give a longer --context")
@@ -854,11 +795,11 @@ def describe(s, model):
 class Stopwatch:
     """How long it all takes. Every twentieth step is timed part by part; only then does the host wait for the GPU.
 
-    spent        {part of a step: its seconds in the `timed` last such steps of one kind}
-    flops        of the step at hand, on all processes; peak: FLOP/s of their cards together, None if unknown
-    """
+    spent: {part of a step: seconds in the `timed` last such steps}, all of one kind; flops: of the step at hand, on all processes; peak: FLOP/s of all
+    their cards, None if unknown; began: time.monotonic() when the run began."""
+
     def __init__(self, model, device, name, world, began):
-        self.device, self.name, self.began = device, name, began
+        self.device, self.name, self.world, self.began = device, name, world, began
         self.per_token = functools.cache(model.flops_per_token)
         self.peak = next((world * v for k, v in PEAK.items() if device == "cuda" and k in name), None)
         self.on, self.kind, self.timed, self.spent, self.flops, self.mark = False, None, 0, {}, 0, 0.0
@@ -904,7 +845,6 @@ class Stopwatch:
 
 def gradients(model, micro, warmup, s, prep, autocast, watch):
     """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters.
-
     The loss is the mean over the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share. The index KL
     is a mean over tokens: the same, weighted by its own share. Returns, over all processes, the text's and the answers' losses (sums over targets) and
     the index KL, then the numbers of text targets, answer targets and tokens. ValueError with advice if the memory is too small."""
@@ -926,14 +866,13 @@ def gradients(model, micro, warmup, s, prep, autocast, watch):
             watch.lap("backward")
             sums[k] += o.lm_loss.detach() * n
             sums["kl"] += o.index_kl.detach() * kl_share
-        if not alone():
+        if watch.world > 1:
             sum_gradients(list(model.parameters()))
             watch.lap("sum over processes")
     except torch.OutOfMemoryError as e:
+        advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
         if max(len(b["tokens"]) for b in micro) > 1:
             advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
-        else:
-            advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
         raise ValueError(f"out of memory on {watch.name}: {advice}") from e
     return sums, text_n, caption_n, tokens
 
@@ -1023,7 +962,12 @@ def run(args, on_exit):
         return 0
     init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
     if world > 1:
-        join(s, world, beside_me, on_exit)
+        if device == "mps" or s["batch_size"] < world:
+            raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
+        # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+        on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
+        print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
     began = time.monotonic()
     mix = data.parse_mix(s["tasks"])
 
@@ -1037,10 +981,10 @@ def run(args, on_exit):
     if s.get("compile", device == "cuda"):
         model.compile_layers()
     describe(s, model)
-    constant = {"settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content}
-    book = Book(out, rank, step, model, optimizers, constant, args)
     if own is not None and rank == 0:
         print(data.own_sheet(out / "own_pictures.png", own))
+    constant = {"settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content}
+    book = Book(out, rank, step, model, optimizers, constant, args)
 
     # Loop
     due = step == s["max_steps"] or step % s["eval_interval"] == 0
@@ -1054,7 +998,7 @@ def run(args, on_exit):
     )  # fmt: skip
     on_exit.push(book.rescue)
     bar = on_exit.enter_context(tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0))
-    rec, clock = None, time.monotonic()
+    rec, told, clock = None, False, time.monotonic()
     for micro in bar:
         row, tokens = train_step(model, optimizers, micro, s, prep, autocast, watch, book)
         step, last = book.step, book.step == s["max_steps"]
@@ -1072,26 +1016,27 @@ def run(args, on_exit):
         if told or late or last or step % s["eval_interval"] == 0:
             book.checkpoint()  # before the evaluation: a crash in there loses nothing
             if told:
-                bar.close()
-                print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt}; go on with: python train.py --resume --out_dir {out}")
-                return 0
+                break
             measure(model, s, tok, prep, autocast, held, watch, book)
+            if late:
+                break
             clock = time.monotonic()
-            if late and not last:
-                bar.close()
-                print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}; or try: python sample.py --ckpt {out}")
-                return 0
         watch.ready(step)
     bar.close()
-    memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
-    print(f"done in {watch.minutes():.1f} minutes{memory}: {ckpt}; now try: python sample.py --ckpt {out}")
+    go_on = f"go on with: python train.py --resume --out_dir {out}"
+    if told:
+        print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt}; {go_on}")
+    elif step < s["max_steps"]:
+        print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; {go_on}; or try: python sample.py --ckpt {out}")
+    else:
+        memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
+        print(f"done in {watch.minutes():.1f} minutes{memory}: {ckpt}; now try: python sample.py --ckpt {out}")
     return 0
 
 
 def main(argv=None):
-    args = parse(argv)
     with contextlib.ExitStack() as on_exit:
-        return run(args, on_exit)
+        return run(parse(argv), on_exit)
 
 
 def sentence(error):
