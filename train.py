@@ -29,10 +29,6 @@ import time
 import traceback
 from pathlib import Path
 
-# The help text must not wait for torch: everything heavy is imported in main().
-
-RECIPES = ("native", "midtrain", "cpt", "text_only")
-
 # One dial. The model's sizes of each preset are model.SIZES; here is what the run uses. Everything is also a flag.
 PRESETS = {
     "tiny": {  # two CPU cores, under six minutes: single pictures and scenes of a few things, there is no time for clips and questions
@@ -48,11 +44,8 @@ PRESETS = {
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
-    "long": {  # 32K tokens a row; one large GPU
-        "context": 32768, "batch_size": 2, "vision_context": 256, "vision_rows": 64, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
-        "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 200, "eval_rows": 16,
-    },
 }  # fmt: skip
+PRESETS["long"] = PRESETS["base"] | {"context": 32768, "batch_size": 2, "vision_rows": 64, "eval_items": 200, "eval_rows": 16}  # 32K tokens a row; one large GPU
 PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense", "index_warmup_steps": 0}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
@@ -60,6 +53,16 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 409
 
 TORCHRUN = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 MAX_BAD_STEPS = 5  # this many non-finite gradients in a row stop the run
+
+
+def one_says(said):
+    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
+    comes last; what is wrong is put where it will take it from."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)  # whoever is still here has failed alone
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": {"message": f"train.py: {said}", "extraInfo": {"timestamp": int(time.time())}}}))
 
 
 def parse(argv=None):
@@ -121,6 +124,17 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
+if __name__ == "__main__":
+    parse()  # --help, and a flag that is none, are answered before torch is imported, which takes seconds
+
+import torch
+from tqdm import tqdm
+
+import data
+import model as m3
+import msa
+from sample import fitting, read_checkpoint
+
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
 FREE_ON_RESUME = (
     "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
@@ -128,13 +142,11 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
 
-
 # The least that a number may be.
-LEAST = {
-    "max_steps": 1, "batch_size": 1, "context": 1, "vision_context": 1, "eval_interval": 1, "micro_batch_tokens": 1, "eval_rows": 1, "canvas": 1,
-    "frames_per_segment": 1, "max_pixels": 1, "index_block_size": 1, "index_topk_blocks": 1, "vision_rows": 0, "eval_items": 0, "keep": 0, "pictures": 0, "corpus_bytes": 0, "workers": 0, "seed": 0,
-    "index_warmup_steps": 0, "weight_decay": 0.0, "index_kl_coef": 0.0, "lr": 0.0, "max_minutes": 0.0,
-}  # fmt: skip
+LEAST = dict.fromkeys(("max_steps", "batch_size", "context", "vision_context", "eval_interval", "micro_batch_tokens", "eval_rows", "canvas"), 1)
+LEAST |= dict.fromkeys(("frames_per_segment", "max_pixels", "index_block_size", "index_topk_blocks"), 1)
+LEAST |= dict.fromkeys(("vision_rows", "eval_items", "keep", "pictures", "corpus_bytes", "workers", "seed", "index_warmup_steps"), 0)
+LEAST |= dict.fromkeys(("weight_decay", "index_kl_coef", "lr", "max_minutes"), 0.0)
 
 
 def flag(k, v):
@@ -179,11 +191,10 @@ def settle(args, saved=None, saved_step=0):
         for k in ("attention", "index_block_size", "index_topk_blocks", "index_warmup_steps", "index_kl_coef", "detach"):
             if k in given and s[k] != PRESETS["gpt"].get(k):
                 raise ValueError(f"--preset gpt is dense throughout: it has no sparse layer for {flag(k, s[k])}")
-    if s.get("mix") is not None:
-        if not ("images" in s or "text" in s):
-            raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
-        if not 0 < s["mix"] <= 1:
-            raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
+    if "mix" in s and not ("images" in s or "text" in s):
+        raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
+    if "mix" in s and not 0 < s["mix"] <= 1:
+        raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
     if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
         raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
     if s["recipe"] != "text_only" and s["vision_rows"] and ("images" not in s or s.get("mix", 0.5) < 1):  # OpenMoji's pictures are wanted
@@ -204,8 +215,7 @@ def learning_rate(step, s):
     if s["recipe"] == "cpt":
         cut = round(s["vision_start"] * s["planned_steps"])
         start, end = (0, cut) if step < cut else (cut, end)
-    n = end - start
-    x = step - start
+    n, x = end - start, step - start
     warm = min(1.0, (x + 1) / max(1, n // 20))
     decay = min(1.0, (n - x) / max(1.0, 0.3 * n))
     return s["lr"] * warm * decay
@@ -233,9 +243,6 @@ class Steps:
     def __init__(self, text, vision, s, rank=0, world=1):
         self.text, self.vision, self.s, self.rank, self.world = text, vision, s, rank, world
 
-    def __len__(self):
-        return self.s["max_steps"]
-
     def __getitem__(self, step):
         s = self.s
         first, count = vision_plan(step, s)
@@ -250,22 +257,24 @@ class Steps:
 
 def stack(rows):
     """Rows of (tokens [T], targets [T], patches [N,P], grids [n,3]) -> one micro-batch; text rows have no patches and grids."""
-    import torch
-
     batch = {"tokens": torch.stack([r[0] for r in rows]), "targets": torch.stack([r[1] for r in rows])}
     if len(rows[0]) > 2:
         batch |= {"patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])}
     return batch
 
 
+def quiet(_):
+    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
+    torch.set_num_threads(1)
+
+
 def forward(model, batch, prep, device, **kw):
     """One micro-batch through the model; pictures are normalised here, on the device, by data.normalize as everywhere else."""
-    import data
-
-    move = lambda x: x.to(device, non_blocking=True)
     patches = grids = None
     if "patches" in batch:
-        patches, grids = data.normalize(move(batch["patches"]), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
+        patches, grids = data.normalize(batch["patches"].to(device, non_blocking=True), prep), batch["grids"]  # grids stay on the CPU: they steer the ViT
     return model(batch["tokens"], patches=patches, grids=grids, targets=batch.get("targets"), **kw)  # tokens and targets too are first looked at there
 
 
@@ -279,8 +288,6 @@ def forward(model, batch, prep, device, **kw):
 
 def together(numbers):
     """Numbers of every process -> their sums, on the host. Nothing to do when this process is alone."""
-    import torch
-
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return numbers
     x = torch.tensor(numbers, dtype=torch.float64)
@@ -294,8 +301,6 @@ def together(numbers):
 def sum_gradients(params, most=1 << 25):
     """Sum the gradients over all processes, in pieces of about `most` numbers. A parameter without a gradient here may have one elsewhere (the ViT,
     where this process had no pictures); without one anywhere it stays without, as in a single process."""
-    import torch
-
     found = together([float(p.grad is not None) for p in params])
     pieces, room = [], 0
     for p in (p for p, n in zip(params, found) if n):
@@ -339,24 +344,15 @@ def step_flops(model, micro, per_token):
 
 def caption_batches(examples, tok, prep, size):
     """Held-out examples as rows of one length with targets on the answers only, `size` rows at a time, shortest first."""
-    import torch
-
-    import data
-
     encoded = sorted((data.encode_example(tok, prep, e) for e in examples), key=lambda e: len(e[0]) + len(e[1]))
     for i in range(0, len(encoded), size):
         part = encoded[i : i + size]
         length = len(part[-1][0]) + len(part[-1][1])
-        rows = [data.pack([e], tok, length) for e in part]
-        yield dict(zip(("tokens", "targets"), (torch.stack(x) for x in list(zip(*rows))[:2]))) | {
-            "patches": torch.cat([r[2] for r in rows]), "grids": torch.cat([r[3] for r in rows])
-        }  # fmt: skip
+        yield stack([data.pack([e], tok, length) for e in part])
 
 
 def validation_windows(corpus, context, most):
     """Up to `most` windows that follow each other in the validation text: tokens [n,T], targets [n,T]."""
-    import torch
-
     n = min(most, (len(corpus.val) - 1) // context)
     if n < 1:
         raise ValueError(f"the validation text has {len(corpus.val)} tokens, too few for one row of {context}: give more text or a smaller --context")
@@ -366,8 +362,6 @@ def validation_windows(corpus, context, most):
 
 def needles_of(corpus, tok, context, n=20):
     """{distance: data.needle_rows}, n rows in validation text for each of three distances: 1,024, 8,192 and 30,720 tokens where the context is 32,768."""
-    import data
-
     return {d: data.needle_rows(tok, corpus.val, context, d, n) for d in (min(context * part // 32, context - 64) for part in (1, 8, 30))}
 
 
@@ -383,8 +377,6 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
     An answer counts as right when the argmax at each of its positions, end of document included, is the right token. That is what greedy
     decoding yields: as long as every token so far is right, its input is this input.
     """
-    import torch
-
     out = {}
     model.eval()
     # Eager: the held-out batches have a new shape each, and compiling for it would take longer than running it.
@@ -418,10 +410,6 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
 
 def recall(model, batch, prep, device, autocast):
     """Mean block recall and score recall over the sparse layers, on one row (see msa.selection_recall)."""
-    import torch
-
-    import msa
-
     found = []
     layers = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
     if not layers:
@@ -443,8 +431,6 @@ def recall(model, batch, prep, device, autocast):
 
 def save(path, state):
     """Write to a temporary file, then move it into place: a reader sees the old file or the new one, never half of one."""
-    import torch
-
     tmp = path.with_suffix(".tmp")
     size = lambda x: x.nbytes if torch.is_tensor(x) else sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list)) else 0
     need, free = size(state), shutil.disk_usage(path.parent).free
@@ -485,23 +471,98 @@ def claim(out, on_exit):
         raise ValueError(f"--out_dir {out} cannot be a folder to write in: {e.strerror}") from None
 
 
+def take_folder(args, rank, world, on_exit):
+    """The folder of this run, claimed until on_exit. ValueError if --resume finds nothing to go on with there, or another start finds a run."""
+    out = Path(args.out_dir)
+    ckpt, log = out / "ckpt.pt", out / "log.jsonl"
+    if args.resume and args.overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if rank == 0 and (out.exists() or not args.resume):
+        claim(out, on_exit)  # before anything in there is looked at
+    used = ckpt.exists() or log.exists()
+    if used and not ckpt.exists() and not args.overwrite:
+        raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
+    if args.resume and not ckpt.exists():
+        raise ValueError(f"--resume: there is no {ckpt}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
+    if used and not (args.resume or args.overwrite):
+        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
+    if args.resume and args.init_from:
+        raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
+    return out
+
+
+class Book:
+    """How far a run is, and what it writes into its folder: log.jsonl and checkpoints, the first of several processes only.
+    step: how many are done, of which ckpt.pt holds the first saved_at; bad: skipped in a row just now, as their gradients were not finite;
+    whole: False in the middle of an update; constant: what every checkpoint holds beside weights, optimizers and step."""
+
+    def __init__(self, out, rank, step, model, optimizers, constant, args):
+        self.out, self.rank, self.model, self.optimizers, self.constant = out, rank, model, optimizers, constant
+        self.ckpt, path = out / "ckpt.pt", out / "log.jsonl"
+        self.step, self.saved_at, self.bad, self.whole, self.log = step, step, 0, True, []
+        if rank:
+            return
+        if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
+            for old in [self.ckpt, path, *out.glob("ckpt_*.pt")]:
+                if old.exists():
+                    old.replace(old.with_name(f"old_{old.name}"))
+        self.log = [r for r in read_log(path) if r["step"] <= step] if args.resume else []
+        path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in self.log))  # rows past the checkpoint: those steps are done again
+        path.with_suffix(".tmp").replace(path)
+
+    def note(self, row):
+        """One more row of the log."""
+        if self.rank == 0:
+            self.log.append(row)
+            with open(self.out / "log.jsonl", "a") as f:
+                f.write(json.dumps(row) + "\n")
+
+    def checkpoint(self):
+        """Write ckpt.pt, and with --keep another name for it. OSError if there is no room; the previous checkpoint is untouched."""
+        if self.rank == 0:
+            weights = {k.replace("_orig_mod.", ""): v for k, v in self.model.state_dict().items()}
+            save(self.ckpt, {"model": weights, "optimizers": [o.state_dict() for o in self.optimizers], "step": self.step} | self.constant)
+        self.saved_at = self.step
+        keep = self.constant["settings"]["keep"]
+        if keep and self.rank == 0:
+            kept = self.out / f"ckpt_{self.step:06d}.pt"
+            kept.unlink(missing_ok=True)
+            try:
+                os.link(self.ckpt, kept)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(self.ckpt, kept.with_suffix(".tmp"))
+                kept.with_suffix(".tmp").replace(kept)
+            for old in sorted(self.out.glob("ckpt_*.pt"))[:-keep]:
+                old.unlink()
+
+    def rescue(self, kind, error, _):
+        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
+        if kind is None or not issubclass(kind, Exception) or self.bad or not self.whole or self.step == self.saved_at or self.rank:
+            return
+        try:
+            self.checkpoint()
+        except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
+            print(f"step {self.step} could not be saved ({type(e).__name__}); {self.ckpt} holds step {self.saved_at}")
+        else:
+            print(f"saved step {self.step} before stopping; go on with: python train.py --resume --out_dir {self.out}")
+
+
 def read_log(path):
     rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
-                rows.append(json.loads(line))
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line cut short by a kill
+            rows.append(json.loads(line))
     return rows
 
 
 def draw_curve(path, log, title):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     steps, evals = [r for r in log if "eval" not in r], [r for r in log if "eval" in r]
-    fig, (a, b) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=110)
+    fig = Figure(figsize=(10, 3.6), dpi=110)
+    a, b = fig.subplots(1, 2)
     smooth = max(1, len(steps) // 100)
     for key, label in (("text_loss", "text"), ("caption_loss", "answers")):
         points = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
@@ -516,17 +577,15 @@ def draw_curve(path, log, title):
         b.legend()
     fig.tight_layout()
     fig.savefig(path)
-    plt.close(fig)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
+# Settings, model, data
 
 
 def choose(args, local=0, begun=None):
     """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number.
     begun: the dtype of the run that is resumed."""
-    import torch
-
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     if args.device == "mps" and not torch.backends.mps.is_available():
@@ -539,9 +598,8 @@ def choose(args, local=0, begun=None):
             raise ValueError(f"process {local} finds no GPU: this machine has {n}, start one process a GPU (--nproc_per_node {n})")
         torch.cuda.set_device(local)
         name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(local).total_memory / 2**30
-        able = torch.cuda.get_device_capability() >= (8, 0)
         if dtype is None:
-            dtype, because = ("bf16", "the card has it") if able else ("fp32", "bf16 needs compute capability 8.0 or higher")
+            dtype, because = ("bf16", "the card has it") if torch.cuda.get_device_capability() >= (8, 0) else ("fp32", "bf16 needs compute capability 8.0 or higher")
         if args.memory_gb is not None:
             if not 1 <= args.memory_gb <= memory:
                 raise ValueError(f"--memory_gb must be between 1 and what the card has, {memory:.1f}, not {args.memory_gb:g}")
@@ -557,28 +615,36 @@ def choose(args, local=0, begun=None):
     return device, name
 
 
+def settings(args, state, ckpt, local):
+    """What the run uses, decided before any work: (s as settle returns it, device, its name). state: the checkpoint that is resumed, read from the path
+    ckpt, or None. ValueError if a flag cannot be used here or the checkpoint lacks a setting."""
+    begun = None
+    with fitting(ckpt):
+        if state is not None:
+            begun = state["settings"]["dtype"]
+            if lacking := {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys():
+                raise KeyError(min(lacking))
+    device, name = choose(args, local, begun)
+    with fitting(ckpt):
+        return settle(args, state and state["settings"], state["step"] if state else 0), device, name
+
+
 def build(s, tok, prep):
     """The model of a preset, with the flags that shape it."""
-    import model as m3
+    vision = {k: getattr(prep, k) for k in ("patch_size", "temporal_patch_size", "frames_per_segment")} | {"spatial_merge_size": prep.merge_size}
+    index = {k: s[k] for k in ("index_block_size", "index_topk_blocks", "index_kl_coef") if s.get(k) is not None}
+    tokens = {"vocab_size": tok.vocab_size, "image_token_id": tok.image, "video_token_id": tok.clip, "max_position_embeddings": s["context"]}
+    return m3.M3(m3.M3Config.of_size(s["preset"], attention=s["attention"], index_detach=s["detach"], vision=vision, **index, **tokens))
 
-    config = m3.M3Config.of_size(
-        s["preset"],
-        vocab_size=tok.vocab_size,
-        image_token_id=tok.image,
-        video_token_id=tok.clip,
-        max_position_embeddings=s["context"],
-        attention=s["attention"],
-        index_detach=s["detach"],
-        index_kl_coef=s["index_kl_coef"],
-        **{k: s[k] for k in ("index_block_size", "index_topk_blocks") if s.get(k)},
-        vision={
-            "patch_size": prep.patch_size,
-            "temporal_patch_size": prep.temporal_patch_size,
-            "spatial_merge_size": prep.merge_size,
-            "frames_per_segment": prep.frames_per_segment,
-        },
-    )
-    return m3.M3(config)
+
+def load_weights(model, init, s):
+    """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
+    have = model.state_dict()
+    weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
+    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
+    if wrong:
+        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {init['settings'].get('preset')}, do not fit preset {s['preset']}, first at {wrong[0]}")
+    model.load_state_dict(weights, strict=False)
 
 
 class Muon:
@@ -591,8 +657,6 @@ class Muon:
     """
 
     def __init__(self, params, weight_decay, momentum=0.95):
-        import torch
-
         self.param_groups, self.weight_decay, self.momentum = [{"lr": 0.0}], weight_decay, momentum
         self.params, self.buffers = list(params), [torch.zeros_like(p) for p in params]
 
@@ -604,8 +668,6 @@ class Muon:
             mine.copy_(saved)
 
     def step(self):
-        import torch
-
         lr, shapes = self.param_groups[0]["lr"], {}
         for p, buffer in zip(self.params, self.buffers):
             if p.grad is not None:  # a step without pictures leaves the ViT alone
@@ -624,8 +686,6 @@ class Muon:
 
 def orthogonal(x):
     """x [N,m,n] -> roughly the nearest orthogonal matrices: singular values go to about 1, singular vectors stay (Newton-Schulz, K. Jordan's coefficients)."""
-    import torch
-
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -637,8 +697,6 @@ def orthogonal(x):
 
 def make_optimizers(model, s, device):
     """AdamW, alone or beside Muon for the matrices inside the layers; embedding and head (a row is a word, not a direction), norms and biases stay with AdamW."""
-    import torch
-
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.ndim >= 2 and s["optimizer"] == "muon" and n not in ("embed_tokens.weight", "lm_head.weight")]
     taken = set(matrices)
@@ -648,90 +706,35 @@ def make_optimizers(model, s, device):
     return [adamw, Muon(matrices, s["weight_decay"])] if matrices else [adamw]
 
 
-def main(argv=None):
-    args = parse(argv)
-    with contextlib.ExitStack() as on_exit:
-        return run(args, on_exit)
-
-
-def run(args, on_exit):
-    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends."""
-    import torch
-    from tqdm import tqdm
-
-    import data
-    from sample import fitting, read_checkpoint
-
-    # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
-    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
-    if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
-        on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
-    out = Path(args.out_dir)
-    ckpt_path, log_path = out / "ckpt.pt", out / "log.jsonl"
-    if args.resume and args.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
-    if rank == 0 and (out.exists() or not args.resume):
-        claim(out, on_exit)  # before anything in there is looked at
-    used = ckpt_path.exists() or log_path.exists()
-    if used and not ckpt_path.exists() and not args.overwrite:
-        raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
-    if args.resume and not ckpt_path.exists():
-        raise ValueError(f"--resume: there is no {ckpt_path}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
-    if used and not (args.resume or args.overwrite):
-        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
-    if args.resume and args.init_from:
-        raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
-    state = read_checkpoint(ckpt_path) if args.resume else None
-    begun = None
-    with fitting(ckpt_path):
-        if state is not None:
-            begun = state["settings"]["dtype"]
-            lacking = {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys()
-            if lacking:
-                raise KeyError(min(lacking))
-    device, name = choose(args, local, begun)
-    with fitting(ckpt_path):
-        s = settle(args, state and state["settings"], state["step"] if state else 0)
-    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(log_path)):
-        print(f"{ckpt_path} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
-        return 0
-    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
-    if world > 1:
-        if device == "mps" or s["batch_size"] < world:
-            raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
-        # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
-        on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
-        print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
-    began = time.monotonic()
+def load_model(s, state, init, ckpt):
+    """Everything that learns, and what turns text and pictures into its input: (tokenizer, data.Prep, model, optimizers, the step they are at).
+    state: the checkpoint that is resumed, read from the path ckpt; init: the one whose weights alone are taken; both None: fresh weights from the seed.
+    ValueError if a checkpoint does not fit."""
     torch.manual_seed(s["seed"])
     torch.set_float32_matmul_precision("high")
-    autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
-
-    with fitting(s["init_from"] if init else ckpt_path):
+    with fitting(s["init_from"] if init else ckpt):
         tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
-    mix = data.parse_mix(s["tasks"])
-
-    # Model and optimizer: before the data is prepared, so that a checkpoint that does not fit is refused at once
     model = build(s, tok, prep)
     if init is not None:
         with fitting(s["init_from"]):
             load_weights(model, init, s)
-    model.to(device)
+    model.to(s["device"])
     model.checkpoint_layers = bool(s.get("checkpoint_layers"))
-    optimizers = make_optimizers(model, s, device)
-    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
-    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    optimizers = make_optimizers(model, s, s["device"])
     step = 0
     if state is not None:
-        with fitting(ckpt_path, ValueError):
+        with fitting(ckpt, ValueError):
             model.load_state_dict(state["model"])
             for o, saved in zip(optimizers, state["optimizers"], strict=True):
                 o.load_state_dict(saved)
-            step, before = state["step"], state["corpus"]
+            step, _ = state["step"], state["corpus"]  # load_data compares the text
+    return tok, prep, model, optimizers, step
 
-    # Data
+
+def load_data(s, state, tok, prep, mix, local, world):
+    """Everything that is read and seen, each told in a line: (corpus, own pictures or None, rows of text, rows of pictures or None, held), the rows
+    as data.Rows, held the windows, examples and needles that evaluate is given. mix: the picture tasks and their weights."""
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
@@ -752,120 +755,183 @@ def run(args, on_exit):
             examples = {kind: items for kind in kinds if (items := data.heldout(kind, s["eval_items"], pictures))}
         if own is not None and own.held:
             examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
-    rows = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
+    text, vision = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0)), None
     # Pictures come in shorter rows: rows are packed without a document mask, and in a long one attention is spread thin over pictures that
     # are not asked about.
-    seen = None
     if pictures or own:
-        seen = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
-    windows = validation_windows(corpus, s["context"], s["eval_rows"])
-    needles = needles_of(corpus, tok, s["context"]) if s["needles"] else None
+        vision = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
+    held = {"windows": validation_windows(corpus, s["context"], s["eval_rows"]), "examples": examples}
+    held["needles"] = needles_of(corpus, tok, s["context"]) if s["needles"] else None
     if not local:
         together([0])
     content = [int(c[:10], 16) for c in (corpus.content, own.content if own else "0")]
     if together(content) != [world * x for x in content]:
         raise ValueError("the processes of this run found different text or pictures on their machines: give all of them the same --text and --images")
+    if state is not None and state["corpus"] != corpus.content:
+        print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({state['corpus']}): it goes on with what is here")
+    if state is not None and own is not None and state.get("own") != own.content:
+        print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
+    return corpus, own, text, vision, held
 
-    if state is not None:
-        if before != corpus.content:
-            print(f"note: the text here (hash {corpus.content}) is not the text this run began with ({before}): it goes on with what is here")
-        if own is not None and state.get("own") != own.content:
-            print(f"note: the pictures in {s['images']} are not those this run began with: it goes on with what is here")
-    if s.get("compile", device == "cuda"):
-        model.compile_layers()
-    text_tokens, vision_tokens = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"]
-    per_token = functools.cache(model.flops_per_token)
-    peak = next((v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+
+def describe(s, model):
+    """Say what is trained, and how."""
     keeps = (model.config.index_topk_blocks, model.config.index_block_size)
     kept = "" if s["attention"] == "dense" else f" (keeps {keeps[0]} x {keeps[1]} of {s['context']})"
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']}{kept}\n"
-        f"recipe: {s['recipe']}, {s['max_steps']} steps of {text_tokens:,} text and {vision_tokens:,} picture-row tokens, peak lr {s['lr']:g}, "
-        f"index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
+        f"recipe: {s['recipe']}, {s['max_steps']} steps of {s['batch_size'] * s['context']:,} text and {s['vision_rows'] * s['vision_context']:,} picture-row tokens, "
+        f"peak lr {s['lr']:g}, index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
     if kept and keeps[0] * keeps[1] >= s["context"]:
         print("note: every query keeps its whole row, so attention is dense in effect: for sparse attention lower --index_topk_blocks or give a longer --context")
 
-    log = []
-    if rank == 0:
-        if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
-            for old in [ckpt_path, log_path, *out.glob("ckpt_*.pt")]:
-                if old.exists():
-                    old.replace(old.with_name(f"old_{old.name}"))
-        if own is not None:
-            print(data.own_sheet(out / "own_pictures.png", own))
-        log = [r for r in read_log(log_path) if r["step"] <= step] if args.resume else []
-        log_path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in log))  # rows past the checkpoint: those steps are done again
-        log_path.with_suffix(".tmp").replace(log_path)
 
-    def note(row):
-        if rank:
-            return
-        log.append(row)
-        with open(log_path, "a") as f:
-            f.write(json.dumps(row) + "\n")
+# ---------------------------------------------------------------------------------------------------------------------------
+# The loop
 
-    def checkpoint():
-        nonlocal saved_at
-        if rank:
-            saved_at = step
-            return
-        state = {
-            "model": {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()},
-            "optimizers": [o.state_dict() for o in optimizers], "step": step, "settings": s, "config": model.config.to_dict(),
-            "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content,
-        }  # fmt: skip
-        save(ckpt_path, state)
-        saved_at = step
-        if s["keep"]:
-            kept = out / f"ckpt_{step:06d}.pt"
-            kept.unlink(missing_ok=True)
-            try:
-                os.link(ckpt_path, kept)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(ckpt_path, kept.with_suffix(".tmp"))
-                kept.with_suffix(".tmp").replace(kept)
-            for old in sorted(out.glob("ckpt_*.pt"))[: -s["keep"]]:
-                old.unlink()
 
-    def measure():
-        if rank:
-            return
-        result = evaluate(model, s, windows, tok, prep, device, autocast, examples, needles)
-        for k, v in result.items():
-            if not math.isfinite(v):  # before it is noted: a resume would take it for an evaluation
-                raise ValueError(f"step {step}: the evaluation's {k} is {v}, so the weights in {ckpt_path} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
-        if step == s["max_steps"]:
-            raw = tok.decode_bytes(windows[1].flatten().tolist())
-            result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-        speed = {}
-        if spent:
-            seconds = sum(spent.values()) / timed
-            speed = {"step_ms": {k: round(1000 * v / timed, 2) for k, v in spent.items()}, "tflops": flops / seconds / 1e12}
-            speed["mfu"] = flops / seconds / (peak * world) if peak else None
-            tqdm.write(
-                f"a step, mean of {timed}: {1000 * seconds:.1f} ms = {', '.join(f'{k} {v:.1f}' for k, v in speed['step_ms'].items())}; {speed['tflops']:.1f} TFLOP/s"
-                + (f", MFU {speed['mfu']:.1%}" if peak else "")
-            )
-        note({"step": step, "eval": result, "minutes": (time.monotonic() - began) / 60} | speed)
-        draw_curve(out / "curve.png", log, f"{s['recipe']}, preset {s['preset']}")
-        tqdm.write(f"step {step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+class Stopwatch:
+    """How long it all takes. Every twentieth step is timed part by part; only then does the host wait for the GPU.
 
-    timing, spent, timed, kind, mark, flops = False, {}, 0, None, time.perf_counter(), 0
+    spent: {part of a step: seconds in the `timed` last such steps}, all of one kind; flops: of the step at hand, on all processes; peak: FLOP/s of all
+    their cards, None if unknown; began: time.monotonic() when the run began."""
 
-    def lap(part):
-        """In a timed step: the seconds since the last lap belong to `part`. Only then does the host wait for the GPU."""
-        nonlocal mark
-        if timing:
-            if device == "cuda":
+    def __init__(self, model, device, name, world, began):
+        self.device, self.name, self.world, self.began = device, name, world, began
+        self.per_token = functools.cache(model.flops_per_token)
+        self.peak = next((world * v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+        self.on, self.kind, self.timed, self.spent, self.flops, self.mark = False, None, 0, {}, 0, 0.0
+
+    def minutes(self):
+        return (time.monotonic() - self.began) / 60
+
+    def mfu(self, seconds):
+        return self.flops / seconds / self.peak if self.peak else None
+
+    def ready(self, step):
+        """The next step, after `step`, begins now."""
+        self.on = step % 20 == 10
+        if self.on and self.device == "cuda":
+            torch.cuda.synchronize()
+        self.mark = time.perf_counter()
+
+    def lap(self, part):
+        """The seconds since the last lap belong to `part`."""
+        if self.on:
+            if self.device == "cuda":
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            spent[part], mark = spent.get(part, 0.0) + now - mark, now
+            self.spent[part], self.mark = self.spent.get(part, 0.0) + now - self.mark, now
 
-    due = step == s["max_steps"] or step % s["eval_interval"] == 0
-    if step and due and not any("eval" in r and r["step"] == step for r in log):
-        measure()  # the checkpoint was written, then its evaluation was cut short
+    def begin(self, kind, flops):
+        """The data of the step at hand are there. kind: only steps of one kind have one time, so a change of kind begins anew."""
+        if kind != self.kind:
+            self.kind, self.timed, self.spent = kind, 0, {}
+        self.timed, self.flops = self.timed + self.on, flops
+        self.lap("data")
+
+    def speed(self):
+        """What the timed steps took, told in a line and as keys for the log; {} if there were none."""
+        if not self.spent:
+            return {}
+        seconds = sum(self.spent.values()) / self.timed
+        parts, tflops, mfu = {k: round(1000 * v / self.timed, 2) for k, v in self.spent.items()}, self.flops / seconds / 1e12, self.mfu(seconds)
+        tqdm.write(f"a step, mean of {self.timed}: {1000 * seconds:.1f} ms = {', '.join(f'{k} {v:.1f}' for k, v in parts.items())}; {tflops:.1f} TFLOP/s"
+                   + (f", MFU {mfu:.1%}" if self.peak else ""))  # fmt: skip
+        return {"step_ms": parts, "tflops": tflops, "mfu": mfu}
+
+
+def gradients(model, micro, warmup, s, prep, autocast, watch):
+    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters.
+    The loss is the mean over the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share. The index KL
+    is a mean over tokens: the same, weighted by its own share. Returns, over all processes, the text's and the answers' losses (sums over targets) and
+    the index KL, then the numbers of text targets, answer targets and tokens. ValueError with advice if the memory is too small."""
+    kinds = ["caption" if "patches" in b else "text" for b in micro]
+    targets = [(b["targets"] >= 0).sum().item() for b in micro]
+    mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
+    flops = step_flops(model, micro, watch.per_token)
+    text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), flops])
+    watch.begin((warmup, caption_n > 0), flops)
+    sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
+    try:
+        for b, k, n in zip(micro, kinds, targets):
+            share, kl_share = n / max(1, text_n + caption_n), b["tokens"].numel() / tokens
+            with autocast():
+                o = forward(model, b, prep, s["device"], warmup=warmup)
+                loss = o.lm_loss * share + s["index_kl_coef"] * o.index_kl * kl_share
+            watch.lap("text" if k == "text" else "vision")
+            loss.backward()
+            watch.lap("backward")
+            sums[k] += o.lm_loss.detach() * n
+            sums["kl"] += o.index_kl.detach() * kl_share
+        if watch.world > 1:
+            sum_gradients(list(model.parameters()))
+            watch.lap("sum over processes")
+    except torch.OutOfMemoryError as e:
+        advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
+        if max(len(b["tokens"]) for b in micro) > 1:
+            advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
+        raise ValueError(f"out of memory on {watch.name}: {advice}") from e
+    return sums, text_n, caption_n, tokens
+
+
+def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
+    """One optimizer step, the heart of it all: learning rate, gradients, clips, update. Gradients that are not finite are left out, and stop a run that
+    has too many in a row (ValueError). Returns the step's row of the log, still without recall and speed, and its tokens on all processes."""
+    step = book.step
+    torch.manual_seed((s["seed"] + 1_000_003 * step + book.rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
+    warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
+    lr = learning_rate(step, s)
+    for o in optimizers:
+        for g in o.param_groups:
+            g["lr"] = lr
+    sums, text_n, caption_n, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
+    if math.isfinite(norm) and math.isfinite(index_norm):
+        book.whole = False  # until `step` counts this update
+        for o in optimizers:
+            o.step()
+        model.balance(1e-3)
+        book.bad = 0
+    else:
+        book.bad += 1
+        model.balance(0.0)  # forget the loads of this step
+        tqdm.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({book.bad} in a row)")
+        if book.bad == MAX_BAD_STEPS:
+            raise ValueError(f"{book.bad} non-finite gradients in a row at step {step}: stopped; {book.ckpt} holds step {book.saved_at}. Try a lower --lr")
+    model.zero_grad(set_to_none=True)
+    book.step, book.whole = step + 1, True
+    watch.lap("optimizer")
+    text, caption, kl = together([float(x) for x in sums.values()])
+    lm_loss = (text + caption) / max(1, text_n + caption_n)
+    row = {"step": step + 1, "loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl, "grad_norm": norm, "index_grad_norm": index_norm, "lr": lr}
+    row |= {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None, "warmup": warmup}
+    return row, tokens
+
+
+def measure(model, s, tok, prep, autocast, held, watch, book):
+    """An evaluation, for the log, the curve and the reader; after the last step also of xz on the same text. The first process alone does it."""
+    if book.rank:
+        return
+    result = evaluate(model, s, tok=tok, prep=prep, device=s["device"], autocast=autocast, **held)
+    for k, v in result.items():
+        if not math.isfinite(v):  # before it is noted: a resume would take it for an evaluation
+            raise ValueError(f"step {book.step}: the evaluation's {k} is {v}, so the weights in {book.ckpt} are of no use. Start anew with a lower --lr (it was {s['lr']:g})")
+    if book.step == s["max_steps"]:
+        raw = tok.decode_bytes(held["windows"][1].flatten().tolist())
+        result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
+    speed = watch.speed()
+    book.note({"step": book.step, "eval": result, "minutes": watch.minutes()} | speed)
+    draw_curve(book.out / "curve.png", book.log, f"{s['recipe']}, preset {s['preset']}")
+    tqdm.write(f"step {book.step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
+
+
+def stop_on_signal():
+    """From now on Ctrl-C and SIGTERM only ask: their names are put into the list that is returned, empty until then."""
     stop = []
 
     def ask_to_stop(n, _):
@@ -876,151 +942,101 @@ def run(args, on_exit):
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, ask_to_stop)
+    return stop
+
+
+def run(args, on_exit):
+    """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends. Returns the exit code, 0."""
+    # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
+    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
+    if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
+        on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
+
+    # Settings
+    out = take_folder(args, rank, world, on_exit)
+    ckpt = out / "ckpt.pt"
+    state = read_checkpoint(ckpt) if args.resume else None
+    s, device, name = settings(args, state, ckpt, local)
+    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(out / "log.jsonl")):
+        print(f"{ckpt} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
+        return 0
+    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
+    if world > 1:
+        if device == "mps" or s["batch_size"] < world:
+            raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
+        # gloo for what the host must know, NCCL for what is on the GPUs; the others wait while the first one evaluates
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+        on_exit.push(lambda kind, *_: kind is None and torch.distributed.destroy_process_group())
+        print(f"processes: {world}, {beside_me} on this machine; each takes one row in {world} of every step")
+    began = time.monotonic()
+    mix = data.parse_mix(s["tasks"])
+
+    # Model and optimizers: before the data is prepared, so that a checkpoint that does not fit is refused at once
+    tok, prep, model, optimizers, step = load_model(s, state, init, ckpt)
+    watch = Stopwatch(model, device, name, world, began)
+    autocast = lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16")
+
+    # Data
+    corpus, own, text, vision, held = load_data(s, state, tok, prep, mix, local, world)
+    if s.get("compile", device == "cuda"):
+        model.compile_layers()
+    describe(s, model)
+    if own is not None and rank == 0:
+        print(data.own_sheet(out / "own_pictures.png", own))
+    constant = {"settings": s, "config": model.config.to_dict(), "tokenizer": tok.state(), "prep": dataclasses.asdict(prep), "corpus": corpus.content, "own": own and own.content}
+    book = Book(out, rank, step, model, optimizers, constant, args)
+
+    # Loop
+    due = step == s["max_steps"] or step % s["eval_interval"] == 0
+    if step and due and not any("eval" in r and r["step"] == step for r in book.log):
+        measure(model, s, tok, prep, autocast, held, watch, book)  # the checkpoint was written, then its evaluation was cut short
+    stop = stop_on_signal()
     workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) // beside_me - 2)))
     loader = torch.utils.data.DataLoader(
-        Steps(rows, seen, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
+        Steps(text, vision, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
         pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
-    saved_at, bad, whole, rec, clock, since = step, 0, True, None, time.monotonic(), 0
-
-    def rescue(kind, error, _):
-        """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
-        bar.close()
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
-        if kind is None or not issubclass(kind, Exception) or bad or not whole or step == saved_at or rank:
-            return
-        try:
-            checkpoint()
-        except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
-            print(f"step {step} could not be saved ({type(e).__name__}); {ckpt_path} holds step {saved_at}")
-        else:
-            print(f"saved step {step} before stopping; go on with: python train.py --resume --out_dir {out}")
-
-    on_exit.push(rescue)
-    bar = tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0)
+    on_exit.push(book.rescue)
+    bar = on_exit.enter_context(tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0))
+    rec, told, clock = None, False, time.monotonic()
     for micro in bar:
-        torch.manual_seed((s["seed"] + 1_000_003 * step + rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
-        warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
-        lr = learning_rate(step, s)
-        for o in optimizers:
-            for g in o.param_groups:
-                g["lr"] = lr
-        # Losses divide by the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share.
-        kinds = ["caption" if "patches" in b else "text" for b in micro]
-        targets = [(b["targets"] >= 0).sum().item() for b in micro]
-        mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
-        # The index KL is a mean over tokens: the same, weighted by its own share.
-        text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), step_flops(model, micro, per_token)])
-        total = max(1, text_n + caption_n)
-        if kind != (warmup, caption_n > 0):  # the step's time is told of steps of one kind
-            kind, timed = (warmup, caption_n > 0), 0
-            spent.clear()
-        lap("data")
-        sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
-        try:
-            for b, k, n in zip(micro, kinds, targets):
-                with autocast():
-                    o = forward(model, b, prep, device, warmup=warmup)
-                    loss = o.lm_loss * (n / total) + s["index_kl_coef"] * o.index_kl * (b["tokens"].numel() / tokens)
-                lap("text" if k == "text" else "vision")
-                loss.backward()
-                lap("backward")
-                sums[k] += o.lm_loss.detach() * n
-                sums["kl"] += o.index_kl.detach() * (b["tokens"].numel() / tokens)
-            if world > 1:
-                sum_gradients(list(model.parameters()))
-                lap("sum over processes")
-        except torch.OutOfMemoryError as e:
-            if max(len(b["tokens"]) for b in micro) > 1:
-                advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
-            else:
-                advice = "lower --context" if model.checkpoint_layers else "add --checkpoint_layers"
-            raise ValueError(f"out of memory on {name}: {advice}") from e
-        norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
-        if math.isfinite(norm) and math.isfinite(index_norm):
-            whole = False  # until `step` counts this update
-            for o in optimizers:
-                o.step()
-            model.balance(1e-3)
-            bad = 0
-        else:
-            bad += 1
-            model.balance(0.0)  # forget the loads of this step
-            bar.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({bad} in a row)")
-            if bad == MAX_BAD_STEPS:
-                raise ValueError(f"{bad} non-finite gradients in a row at step {step}: stopped; {ckpt_path} holds step {saved_at}. Try a lower --lr")
-        model.zero_grad(set_to_none=True)
-        step, whole = step + 1, True
-        lap("optimizer")
-        timed += timing
-        if rec is None or step % 25 == 1 or step == s["max_steps"]:
+        row, tokens = train_step(model, optimizers, micro, s, prep, autocast, watch, book)
+        step, last = book.step, book.step == s["max_steps"]
+        if rec is None or step % 25 == 1 or last:
             rec = recall(model, micro[0], prep, device, autocast)
-        since += tokens
-        now = time.monotonic()
-        rate, seconds, clock, since = since / (now - clock), now - clock, now, 0
-        text_sum, caption_sum, kl = together([float(x) for x in sums.values()])
-        row = {"step": step, "loss": (text_sum + caption_sum) / total + s["index_kl_coef"] * kl, "lm_loss": (text_sum + caption_sum) / total, "index_kl": kl}
-        row |= {"grad_norm": norm, "index_grad_norm": index_norm, "lr": lr, "tokens_per_s": rate}
-        row |= {"text_loss": text_sum / text_n if text_n else None, "caption_loss": caption_sum / caption_n if caption_n else None}
-        row |= {"block_recall": rec[0], "score_recall": rec[1], "warmup": warmup}
-        note(row)
+        seconds, clock = time.monotonic() - clock, time.monotonic()
+        row |= {"tokens_per_s": tokens / seconds, "block_recall": rec[0], "score_recall": rec[1]}
+        book.note(row)
         shown = {k: f"{row[k]:.3f}" for k in ("text_loss", "caption_loss", "index_kl") if row[k] is not None}
-        mfu = flops / seconds / (peak * world) if peak else None
-        bar.set_postfix(shown | {"recall": f"{rec[0]:.2f}", "norm": f"{norm:.2f}", "lr": f"{lr:.1e}", "tok_s": f"{rate:,.0f}", "mfu": f"{mfu:.0%}" if mfu else "?"}, refresh=False)
-        late = s.get("max_minutes") is not None and time.monotonic() - began > 60 * s["max_minutes"]
+        shown |= {"recall": f"{rec[0]:.2f}", "norm": f"{row['grad_norm']:.2f}", "lr": f"{row['lr']:.1e}", "tok_s": f"{row['tokens_per_s']:,.0f}"}
+        mfu = watch.mfu(seconds)
+        bar.set_postfix(shown | {"mfu": f"{mfu:.0%}" if mfu else "?"}, refresh=False)
+        late = s.get("max_minutes") is not None and watch.minutes() > s["max_minutes"]
         late, told = together([late, bool(stop)])  # all stop where one was told to
-        last = step == s["max_steps"]
         if told or late or last or step % s["eval_interval"] == 0:
-            checkpoint()  # before the evaluation: a crash in there loses nothing
+            book.checkpoint()  # before the evaluation: a crash in there loses nothing
             if told:
-                bar.close()
-                print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt_path}; go on with: python train.py --resume --out_dir {out}")
-                return 0
-            measure()
+                break
+            measure(model, s, tok, prep, autocast, held, watch, book)
+            if late:
+                break
             clock = time.monotonic()
-            if late and not last:
-                bar.close()
-                print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; go on with: python train.py --resume --out_dir {out}; or try: python sample.py --ckpt {out}")
-                return 0
-        timing = step % 20 == 10  # the next one
-        if timing and device == "cuda":
-            torch.cuda.synchronize()
-        mark = time.perf_counter()
+        watch.ready(step)
     bar.close()
-    memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
-    print(f"done in {(time.monotonic() - began) / 60:.1f} minutes{memory}: {ckpt_path}; now try: python sample.py --ckpt {out}")
+    go_on = f"go on with: python train.py --resume --out_dir {out}"
+    if told:
+        print(f"{stop[0] if stop else 'another process was told'}: stopped at step {step} with {ckpt}; {go_on}")
+    elif step < s["max_steps"]:
+        print(f"--max_minutes {s['max_minutes']:g} reached at step {step} of {s['max_steps']}; {go_on}; or try: python sample.py --ckpt {out}")
+    else:
+        memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else ""
+        print(f"done in {watch.minutes():.1f} minutes{memory}: {ckpt}; now try: python sample.py --ckpt {out}")
     return 0
 
 
-def quiet(_):
-    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
-    torch.set_num_threads(1)
-
-
-def load_weights(model, init, s):
-    """For --init_from: a dense checkpoint has no index branch, so those parameters alone may be missing and keep their fresh values."""
-    have = model.state_dict()
-    weights = {k: v for k, v in init["model"].items() if k in have or "index_" not in k}  # and the other way round: it is left behind
-    wrong = [k for k in weights if k not in have or weights[k].shape != have[k].shape] + [k for k in have if k not in weights and "index_" not in k]
-    if wrong:
-        theirs = init["settings"].get("preset")
-        raise ValueError(f"--init_from {s['init_from']}: its weights, of preset {theirs}, do not fit preset {s['preset']}, first at {wrong[0]}")
-    model.load_state_dict(weights, strict=False)
-
-
-def one_says(said):
-    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
-    comes last; what is wrong is put where it will take it from."""
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)  # whoever is still here has failed alone
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": {"message": f"train.py: {said}", "extraInfo": {"timestamp": int(time.time())}}}))
+def main(argv=None):
+    with contextlib.ExitStack() as on_exit:
+        return run(parse(argv), on_exit)
 
 
 def sentence(error):
