@@ -41,11 +41,11 @@ PRESETS = {
         "compile": False,
     },
     "base": {  # one GPU, at most eight minutes on an H200
-        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 960, "lr": 3e-3, "eval_interval": 480,
+        "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
         "corpus_bytes": 0, "pictures": 0, "canvas": 112, "tasks": "", "eval_items": 500, "eval_rows": 256,
     },
 }  # fmt: skip
-PRESETS["long"] = PRESETS["base"] | {"context": 32768, "batch_size": 2, "vision_rows": 64, "max_steps": 800, "eval_interval": 400, "eval_items": 200, "eval_rows": 16}  # 32K tokens a row; one large GPU
+PRESETS["long"] = PRESETS["base"] | {"context": 32768, "batch_size": 2, "vision_rows": 64, "eval_items": 200, "eval_rows": 16}  # 32K tokens a row; one large GPU
 PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense", "index_warmup_steps": 0}  # for comparison, with --text_only: a dense GPT of base's active parameters, on base's text
 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
