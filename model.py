@@ -209,10 +209,14 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(c.num_local_experts, 2 * c.intermediate_size, c.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(c.num_local_experts, c.hidden_size, c.intermediate_size))
 
+    def dtype(self, x):
+        """What to compute x in: autocast knows no grouped products."""
+        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
     def forward(self, x, load):
         """x [M,C] sorted by expert, load [E] rows of each -> [M,C]."""
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)  # autocast knows no grouped products
+        dtype = self.dtype(x)
+        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
         grouped = self.grouped
         if grouped is None:  # its rows must be multiples of 16 bytes
             grouped = x.is_cuda and dtype == torch.bfloat16 and up.shape[2] % 8 == down.shape[2] % 8 == 0 and can_group(x.device)
@@ -235,18 +239,45 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(c.num_local_experts))
 
 
-class Permute(torch.autograd.Function):
-    """x[to]. Its gradient is grad[back], the inverse order, a plain read; autograd, which cannot know that no row is taken twice, would add
-    row by row with atomics."""
+@torch.library.custom_op("nanom3::take_rows", mutates_args=())
+def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x [N,C], rows [M] -> x[rows] [M,C]. An operator of its own, so that torch.compile does not read rows and take the gradient of the norm before
+    them in one kernel: PyTorch up to 2.13 writes one that reads back what other threads have just stored and does not wait for them
+    (pytorch/pytorch#190519), and the gradients of half the runs were garbage."""
+    return x.index_select(0, rows)
+
+
+@take_rows.register_fake
+def _(x, rows):
+    return x.new_empty(rows.shape[0], x.shape[1])
+
+
+class Dispatch(torch.autograd.Function):
+    """A row for each of a token's k choices, sorted by expert: x [N,C] -> [N*k,C] in `dtype`. order [N*k] says which choice stands where, back is its
+    inverse. The gradient is a plain read too; autograd, which cannot know that every row is taken k times, would add with atomics."""
 
     @staticmethod
-    def forward(ctx, x, to, back):
+    def forward(ctx, x, order, back, k, dtype):
         ctx.save_for_backward(back)
-        return x.index_select(0, to)
+        ctx.k, ctx.dtype = k, x.dtype
+        return take_rows(x.to(dtype), order // k)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+        return take_rows(grad, ctx.saved_tensors[0]).unflatten(0, (-1, ctx.k)).sum(1, dtype=ctx.dtype), None, None, None, None
+
+
+class Restore(torch.autograd.Function):
+    """Rows sorted by expert -> in the order of the tokens and their choices again: y [N*k,C] -> [N*k,C]."""
+
+    @staticmethod
+    def forward(ctx, y, order, back):
+        ctx.save_for_backward(order)
+        return take_rows(y, back)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return take_rows(grad, ctx.saved_tensors[0]), None, None
 
 
 class MoE(nn.Module):
@@ -278,9 +309,8 @@ class MoE(nn.Module):
             self.load += load
         order = flat.argsort(stable=True)
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        each = x.unsqueeze(1).expand(B * T, self.k, C).flatten(0, 1)  # [N*k,C], a row for every choice
-        y = self.experts(Permute.apply(each, order, back), load)  # [N*k,C], sorted by expert
-        y = Permute.apply(y, back, order).view(B * T, self.k, C)  # in token order again
+        y = self.experts(Dispatch.apply(x, order, back, self.k, self.experts.dtype(x)), load)  # [N*k,C], sorted by expert
+        y = Restore.apply(y, order, back).view(B * T, self.k, C)
         routed = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1) * self.scaling
         return (routed + self.shared_experts(x)).view(B, T, C)
 

@@ -453,7 +453,7 @@ class MSA(nn.Module):
         iq = apply_rope(self.index_q_norm(self.index_q_proj(x).view(B, T, self.Hkv, self.Di)), cos, sin)
         ik = apply_rope(self.index_k_norm(self.index_k_proj(x).view(B, T, 1, self.Di)), cos, sin)
         if self.kind == "shared":  # scores are linear in iq, so summing queries sums scores
-            iq = iq.sum(2, keepdim=True).expand(B, T, self.Hkv, self.Di)
+            iq = iq.sum(2, keepdim=True, dtype=iq.dtype).expand(B, T, self.Hkv, self.Di)  # autocast would make it fp32
         return iq, ik.squeeze(2)  # [B,T,Hkv,Di], [B,T,Di]
 
     def select(self, q, k, iq, ik, lens):

@@ -345,6 +345,15 @@ def test_comparison_selections():
     assert not torch.equal(got["random"][0], got["random"][1]) and (got["random"][0][0, 0, :, 0] == torch.arange(40) // 4).all()
 
 
+@pytest.mark.parametrize("kind", ["msa", "shared", "token"])
+def test_index_dtypes_agree(kind):
+    """Autocast makes a sum fp32 on a GPU: the kernels refused summed queries beside bf16 keys, and shared selection could not be trained there."""
+    layer = msa.MSA(layer_config(attention=kind), sparse=True).to(DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        iq, ik = layer.index(rand(1, 40, 32).to(DEVICE), *(c.to(DEVICE) for c in rope_tables(40)))
+    assert iq.dtype == ik.dtype and iq.shape == (1, 40, layer.Hkv, layer.Di)
+
+
 def test_recall_of_perfect_and_worst_selection():
     """The recall must tell a good selection from a bad one, or its curve means nothing."""
     torch.manual_seed(7)

@@ -38,7 +38,6 @@ PRESETS = {
     "study": {  # study.py's runs, several side by side on one GPU: half of its pictures are clips, for motion is learned last
         "context": 1024, "batch_size": 16, "vision_context": 256, "vision_rows": 64, "max_steps": 600, "lr": 3e-3, "eval_interval": 600,
         "corpus_bytes": 40_000_000, "pictures": 96, "canvas": 112, "tasks": "single=0.15,scene=0.2,clip_of_one=0.5,question=0.15", "eval_items": 300, "eval_rows": 128,
-        "compile": False,
     },
     "base": {  # one GPU, at most eight minutes on an H200
         "context": 2048, "batch_size": 32, "vision_context": 256, "vision_rows": 512, "max_steps": 800, "lr": 3e-3, "eval_interval": 400,
