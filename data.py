@@ -772,11 +772,11 @@ def main(argv=None):
     parser.add_argument("--show", metavar="PNG", help="draw what the model sees: of the default data, or of --check's folder")
     parser.add_argument("--speed", action="store_true", help="measure how fast rows are made of it")
     parser.add_argument("--preset", choices=SEEN, help="with --check: as this preset of train.py; default: base on a GPU, tiny elsewhere")
-    parser.add_argument("--size", type=int, help="canvas of the pictures, pixels; default 112, with --check the preset's")
-    parser.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default size x size")
+    parser.add_argument("--canvas", type=int, help="canvas of the pictures, pixels; default 112, with --check the preset's")
+    parser.add_argument("--max_pixels", type=int, help="largest picture, in pixels; default canvas x canvas")
     parser.add_argument("--context", type=int, help="tokens in a row; default 2048, with --check the preset's")
     args = parser.parse_args(argv)
-    for k, users in {"preset": "check", "context": "check speed", "size": "check show speed", "max_pixels": "check show speed"}.items():
+    for k, users in {"preset": "check", "context": "check speed", "canvas": "check show speed", "max_pixels": "check show speed"}.items():
         if getattr(args, k) is not None and not any(getattr(args, user) for user in users.split()):
             raise ValueError(f"--{k} does nothing without --{' or --'.join(users.split())}")
     if args.show:
@@ -787,7 +787,7 @@ def main(argv=None):
         return
     preset = args.preset or ("base" if torch.cuda.is_available() else "tiny")
     size, context = SEEN[preset] if args.check else (112, 2048)
-    size, context = args.size or size, args.context or context
+    size, context = args.canvas or size, args.context or context
     own, prep = None, Prep(max_pixels=args.max_pixels or size**2)
     if args.check:
         start = time.time()

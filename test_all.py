@@ -2592,7 +2592,7 @@ def test_check_tells_what_training_would_do(tmp_path, monkeypatch, capsys):
         assert said in printed and "give --preset" in printed, printed
         assert (f"used {3 if gpu and not flags else 2} of 3" in printed) and ("left out: p1.png: takes" in printed) == (not gpu or bool(flags)), printed
     monkeypatch.setattr(data, "Pictures", None)  # nothing may be drawn before these are refused
-    for flags, said in ((["--show", "x.txt"], "x.txt: the name of a picture"), (["--show", "no/x.png"], "there is no folder no"), (["--size", "56"], "--size does nothing without"),
+    for flags, said in ((["--show", "x.txt"], "x.txt: the name of a picture"), (["--show", "no/x.png"], "there is no folder no"), (["--canvas", "56"], "--canvas does nothing without"),
                         (["--show", "x.png", "--context", "9"], "--context does nothing without --check or --speed"), (["--speed", "--preset", "tiny"], "--preset does nothing")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             data.main(flags)

@@ -736,17 +736,17 @@ def load_data(s, state, tok, prep, mix, local, world):
     as data.Rows, held the windows, examples and needles that evaluate is given. mix: the picture tasks and their weights."""
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
+    mine, seen = (lambda usual: s.get("mix") or usual), s["recipe"] != "text_only" and s["vision_rows"]
+    pictures, own, examples = None, None, {}
+    if seen and s.get("images"):  # before the text, which takes longer to read: a folder may be mistyped
+        own, report = data.load_folder(s["images"], prep, tok, s["vision_context"], keep=True)
+        print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
     corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
     print(corpus.report)
-    mine = lambda usual: s.get("mix") or usual
     beside = data.Corpus(tok, max_bytes=s["corpus_bytes"] or None) if s.get("text") and mine(1.0) < 1 else None  # validation is on --text alone
     if beside is not None:
         print(f"beside it, {1 - mine(1.0):.0%} of the rows: {beside.report}")
-    pictures, own, examples = None, None, {}
-    if s["recipe"] != "text_only" and s["vision_rows"]:
-        if s.get("images"):
-            own, report = data.load_folder(s["images"], prep, tok, s["vision_context"], keep=True)
-            print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
+    if seen:
         if own is None or mine(0.5) < 1:
             pictures = data.Pictures(s["canvas"], s["pictures"] or None)
             print(pictures.report)
