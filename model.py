@@ -243,7 +243,7 @@ class Router(nn.Module):
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """x [N,C], rows [M] -> x[rows] [M,C]. An operator of its own, so that torch.compile does not read rows and take the gradient of the norm before
     them in one kernel: PyTorch up to 2.13 writes one that reads back what other threads have just stored and does not wait for them
-    (pytorch/pytorch#190519), and the gradients of half the runs were garbage."""
+    (pytorch/pytorch#190519), and the gradients of half the runs were garbage. In layers wider than 1,024 it does so without any rows."""
     return x.index_select(0, rows)
 
 
@@ -548,7 +548,10 @@ class M3(nn.Module):
                 m.load.zero_()
 
     def compile_layers(self):
-        """torch.compile every decoder and ViT layer in place: layers of one kind share one compilation."""
+        """torch.compile every decoder and ViT layer in place: layers of one kind share one compilation. ValueError on a GPU if a layer is wider than 1,024:
+        there Inductor writes the kernel that take_rows speaks of for a norm alone."""
+        if self.embed_tokens.weight.is_cuda and max(self.config.hidden_size, self.config.vision.hidden_size) > 1024:
+            raise ValueError(f"layers {max(self.config.hidden_size, self.config.vision.hidden_size):,} wide are not compiled, PyTorch gets their gradients wrong: train with --no-compile")
         for layer in self.layers:
             layer.compile(dynamic=False)  # two shapes only, rows of text and rows of pictures
         for layer in self.vision_tower.layers:
