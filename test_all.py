@@ -11,6 +11,7 @@ Parts: 1 MSA against its definition; 2 kernels; 3 model and ViT against the rele
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import itertools
@@ -744,7 +745,17 @@ FULL, SPARSE = "full_attention", "minimax_m3_sparse"
 
 
 def need_transformers(minor, why):
-    t = pytest.importorskip("transformers", reason="the oracle is the transformers package")
+    """Skip where the package is missing or too old. From 5.25 on it imports a package `kernels` of PyPI: ours must not stand in its way."""
+    ours, path = sys.modules.pop("kernels", None), sys.path[:]
+    sys.path[:] = [p for p in path if Path(p).resolve() != HERE]
+    try:
+        t = pytest.importorskip("transformers", reason="the oracle is the transformers package")
+        importlib.import_module("transformers.integrations.hub_kernels")
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("kernels", None)
+        if ours:
+            sys.modules["kernels"] = ours
     version = tuple(int(x) for x in t.__version__.split(".")[:2])
     if version < (5, minor):
         pytest.skip(f"transformers {t.__version__}: {why} 5.{minor}")
@@ -1288,8 +1299,9 @@ def racing(source):
 def test_compiled_layer_has_no_race(monkeypatch, size):
     """Rows read by index and the gradient of the norm before them in one kernel: it did not wait for its own stores, and gradients were garbage in
     half the runs (pytorch/pytorch#190519). A plain index_select shows that we would see it; where it does not, take_rows may be one again."""
-    import model
     from torch._inductor.utils import run_fw_bw_and_get_code
+
+    import model
 
     c = M3Config.of_size(size, vocab_size=64)
     for plain in (False, True):
