@@ -209,17 +209,12 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(c.num_local_experts, 2 * c.intermediate_size, c.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(c.num_local_experts, c.hidden_size, c.intermediate_size))
 
-    def dtype(self, x):
-        """What to compute x in: autocast knows no grouped products."""
-        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-
     def forward(self, x, load):
-        """x [M,C] sorted by expert, load [E] rows of each -> [M,C]."""
-        dtype = self.dtype(x)
-        x, up, down = x.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+        """x [M,C] sorted by expert, load [E] rows of each -> [M,C], all in x's dtype."""
+        up, down = self.gate_up_proj.to(x.dtype), self.down_proj.to(x.dtype)
         grouped = self.grouped
         if grouped is None:  # its rows must be multiples of 16 bytes
-            grouped = x.is_cuda and dtype == torch.bfloat16 and up.shape[2] % 8 == down.shape[2] % 8 == 0 and can_group(x.device)
+            grouped = x.is_cuda and x.dtype == torch.bfloat16 and up.shape[2] % 8 == down.shape[2] % 8 == 0 and can_group(x.device)
         if grouped:
             ends = load.cumsum(0).int()  # [E]
             h = F.grouped_mm(x, up.transpose(1, 2), offs=ends)  # [M,2I]
@@ -243,7 +238,7 @@ class Router(nn.Module):
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """x [N,C], rows [M] -> x[rows] [M,C]. An operator of its own, so that torch.compile does not read rows and take the gradient of the norm before
     them in one kernel: PyTorch up to 2.13 writes one that reads back what other threads have just stored and does not wait for them
-    (pytorch/pytorch#190519), and the gradients of half the runs were garbage. In layers wider than 1,024 it does so without any rows."""
+    (pytorch/pytorch#190519): garbage in 9 of 20 runs (results/compile_race_h200.json). In layers wider than 1,024 it does so without any rows."""
     return x.index_select(0, rows)
 
 
@@ -252,32 +247,19 @@ def _(x, rows):
     return x.new_empty(rows.shape[0], x.shape[1])
 
 
-class Dispatch(torch.autograd.Function):
-    """A row for each of a token's k choices, sorted by expert: x [N,C] -> [N*k,C] in `dtype`. order [N*k] says which choice stands where, back is its
-    inverse. The gradient is a plain read too; autograd, which cannot know that every row is taken k times, would add with atomics."""
+class Permute(torch.autograd.Function):
+    """Every row of x [N,C] k times, in any order: x[rows] [N*k,C]. back [N*k] says where each copy went, a row's k copies side by side, and makes the
+    gradient a read and a sum; autograd, which cannot know that every row is taken k times, would add row by row with atomics."""
 
     @staticmethod
-    def forward(ctx, x, order, back, k, dtype):
+    def forward(ctx, x, rows, back, k):
         ctx.save_for_backward(back)
-        ctx.k, ctx.dtype = k, x.dtype
-        return take_rows(x.to(dtype), order // k)
+        ctx.k = k
+        return take_rows(x, rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return take_rows(grad, ctx.saved_tensors[0]).unflatten(0, (-1, ctx.k)).sum(1, dtype=ctx.dtype), None, None, None, None
-
-
-class Restore(torch.autograd.Function):
-    """Rows sorted by expert -> in the order of the tokens and their choices again: y [N*k,C] -> [N*k,C]."""
-
-    @staticmethod
-    def forward(ctx, y, order, back):
-        ctx.save_for_backward(order)
-        return take_rows(y, back)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return take_rows(grad, ctx.saved_tensors[0]), None, None
+        return take_rows(grad, ctx.saved_tensors[0]).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
 class MoE(nn.Module):
@@ -309,8 +291,9 @@ class MoE(nn.Module):
             self.load += load
         order = flat.argsort(stable=True)
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        y = self.experts(Dispatch.apply(x, order, back, self.k, self.experts.dtype(x)), load)  # [N*k,C], sorted by expert
-        y = Restore.apply(y, order, back).view(B * T, self.k, C)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype  # autocast knows no grouped products
+        y = self.experts(Permute.apply(x.to(dtype), order // self.k, back, self.k), load)  # [N*k,C], sorted by expert
+        y = Permute.apply(y, back, order, 1).view(B * T, self.k, C)  # in token order again
         routed = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1) * self.scaling
         return (routed + self.shared_experts(x)).view(B, T, C)
 
@@ -550,8 +533,9 @@ class M3(nn.Module):
     def compile_layers(self):
         """torch.compile every decoder and ViT layer in place: layers of one kind share one compilation. ValueError on a GPU if a layer is wider than 1,024:
         there Inductor writes the kernel that take_rows speaks of for a norm alone."""
-        if self.embed_tokens.weight.is_cuda and max(self.config.hidden_size, self.config.vision.hidden_size) > 1024:
-            raise ValueError(f"layers {max(self.config.hidden_size, self.config.vision.hidden_size):,} wide are not compiled, PyTorch gets their gradients wrong: train with --no-compile")
+        width = max(self.config.hidden_size, self.config.vision.hidden_size)
+        if self.embed_tokens.weight.is_cuda and width > 1024:
+            raise ValueError(f"layers {width:,} wide are not compiled, PyTorch gets their gradients wrong: train with --no-compile")
         for layer in self.layers:
             layer.compile(dynamic=False)  # two shapes only, rows of text and rows of pictures
         for layer in self.vision_tower.layers:

@@ -347,8 +347,10 @@ def test_comparison_selections():
 
 
 @pytest.mark.parametrize("kind", ["msa", "shared", "token"])
-def test_index_dtypes_agree(kind):
+def test_index_dtypes_agree(monkeypatch, kind):
     """Autocast makes a sum fp32 on a GPU: the kernels refused summed queries beside bf16 keys, and shared selection could not be trained there."""
+    real = torch.Tensor.sum
+    monkeypatch.setattr(torch.Tensor, "sum", lambda x, *a, dtype=torch.float32, **kw: real(x, *a, dtype=dtype, **kw))  # as there, also on a CPU
     layer = msa.MSA(layer_config(attention=kind), sparse=True).to(DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         iq, ik = layer.index(rand(1, 40, 32).to(DEVICE), *(c.to(DEVICE) for c in rope_tables(40)))
@@ -1322,15 +1324,13 @@ def test_compiled_layer_has_no_race(monkeypatch, size):
         pytest.skip("this PyTorch writes no such kernel for plain reads either")
 
 
-def test_wide_layers_are_not_compiled(monkeypatch):
-    """There the norm's gradient alone races."""
-    m = M3(small())
-    monkeypatch.setattr(m.config, "hidden_size", 1536)
-    if DEVICE == "cuda":
-        with pytest.raises(ValueError, match="1,536 wide are not compiled"):
-            m.cuda().compile_layers()
-    else:
-        m.compile_layers()  # nothing is compiled before it is called
+def test_wide_layers_are_not_compiled():
+    """There the norm's gradient alone races, on a GPU."""
+    for width, seer, gpu in ((1024, 1024, True), (1536, 192, False), (1536, 192, True), (512, 1280, True)):
+        config = SimpleNamespace(hidden_size=width, vision=SimpleNamespace(hidden_size=seer))
+        m = SimpleNamespace(config=config, embed_tokens=SimpleNamespace(weight=SimpleNamespace(is_cuda=gpu)), layers=[], vision_tower=SimpleNamespace(layers=[]))
+        with pytest.raises(ValueError, match=f"layers {max(width, seer):,} wide") if gpu and max(width, seer) > 1024 else contextlib.nullcontext():
+            M3.compile_layers(m)
 
 
 def test_bias_chooses_only():
