@@ -130,7 +130,7 @@ def parse(argv=None):
 
 def flags_of(run, out, tiny):
     """All of train.py's flags for a run, but for seed and out_dir."""
-    long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8 --max_steps 800"
+    long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8 --max_steps 1600"
     flags = shlex.split(RUNS[run].replace("LONG", f"{long} --text {shlex.quote(str(out / 'needles'))}"))
     text = ["--text", os.path.relpath(HERE / "train.py")] if tiny and "--text" not in flags else []
     return [*(TINY if tiny else ["--preset", "study"]), *text, *flags]
