@@ -53,7 +53,7 @@ from PIL import Image
 
 # isort: off
 from pictures import (  # noqa: F401  (all of it is also data.X)
-    ATTRIBUTION, FORMATS, HELDOUT, MARK, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Example, Pictures, Prep,
+    ATTRIBUTION, FORMATS, HELDOUT, MARK, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Drawing, Example, Pictures, Prep,
     cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, may_draw, pairs_of, picture_names, plain, render, scene,
     share, single, to_rgb, training_example, is_whole, write_atomically, parse_mix,
 )  # fmt: skip
@@ -328,7 +328,7 @@ def needle_rows(tok: Tokenizer, filler, context: int, distance: int, n: int, see
 
 def to_patches(clip, prep: Prep):
     """clip uint8 [T,3,h,w] -> patches uint8 [N, 3*tp*p*p], grids int64 [n,3], a (t,h,w) row in unmerged patches per segment."""
-    return patchify(torch.as_tensor(clip), prep.patch_size, prep.temporal_patch_size, prep.merge_size, prep.frames_per_segment)
+    return patchify(torch.as_tensor(np.asarray(clip)), prep.patch_size, prep.temporal_patch_size, prep.merge_size, prep.frames_per_segment)
 
 
 def from_patches(patches: torch.Tensor, grids, prep: Prep) -> np.ndarray:
@@ -367,6 +367,13 @@ def encode_example(tok: Tokenizer, prep: Prep, example: Example):
     cut = [to_patches(clip, prep) for clip, _ in example.visuals]
     prompt = build_prompt(tok, prep, [(g, is_clip) for (_, g), (_, is_clip) in zip(cut, example.visuals)], example.question)
     return prompt, tok.encode(example.answer) + [tok.eod], torch.cat([p for p, _ in cut]), torch.cat([g for _, g in cut])
+
+
+def count_tokens(tok: Tokenizer, prep: Prep, shapes: list, question: str, answer: str) -> tuple[int, int]:
+    """Tokens of clips of these shapes [T,3,h,w] alone, and of the whole example: encode_example's, known without a pixel."""
+    unit = prep.patch_size * prep.merge_size
+    visual = sum(-(-T // prep.temporal_patch_size) * (h * w // unit**2 + 2) for T, _, h, w in shapes)
+    return visual, visual + len(tok.encode(question)) + len(tok.encode(answer)) + 3  # sep, and end of document before and after
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -510,12 +517,10 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
     except (ValueError, OSError, RuntimeError) as error:  # paths too long, with a zero byte, in a loop of links, not ours to read
         reason = plain(getattr(error, "strerror", None) or error).replace(f"{plain(root)}{os.sep}", "")
         raise ValueError(reason if label in reason else f"{label}: {reason}") from None
-    unit, (T, _, h, w) = prep.patch_size * prep.merge_size, clip.shape
-    visual = -(-T // prep.temporal_patch_size) * (h * w // unit**2 + 2)
-    length = visual + len(tok.encode(question)) + len(tok.encode(text)) + 3  # and the ends of document, before and after, and sep
+    visual, length = count_tokens(tok, prep, [clip.shape], question, text)
     if context is not None and length > context:
         raise ValueError(f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context")
-    after = max(h, w) / min(h, w)
+    after = max(clip.shape[2:]) / min(clip.shape[2:])
     squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
     return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed, clip
 
@@ -594,17 +599,15 @@ def pack(encoded: list, tok: Tokenizer, context: int):
     """Encoded examples that fit together -> tokens [T], targets [T], patches [N,P], grids [m,3]; the rest is eod without loss.
     The row starts with the first example's own eod; the others use the one that ends the example before. ValueError if
     they do not fit: nothing is ever cut."""
-    ids, learn = [tok.eod], [False]
+    ids, learn = [tok.eod], []  # learn: what follows each of ids
     for prompt, answer, _, _ in encoded:
         ids += prompt[1:] + answer
-        learn += [False] * (len(prompt) - 1) + [True] * len(answer)
+        learn += [-100] * (len(prompt) - 1) + answer
     if len(ids) > context:
         raise ValueError(f"examples of {len(ids)} tokens do not fit a row of {context}")
-    tokens = torch.full((context,), tok.eod, dtype=torch.int64)
-    targets = torch.full((context,), -100, dtype=torch.int64)
-    tokens[: len(ids)] = torch.tensor(ids)
-    targets[: len(ids) - 1] = torch.where(torch.tensor(learn[1:], dtype=torch.bool), tokens[1 : len(ids)], -100)
-    return tokens, targets, torch.cat([p for _, _, p, _ in encoded]), torch.cat([g for _, _, _, g in encoded])
+    tokens = np.array(ids + [tok.eod] * (context - len(ids)), np.int64)  # by way of numpy: torch takes five times as long for a list
+    targets = np.array(learn + [-100] * (context - len(learn)), np.int64)
+    return torch.from_numpy(tokens), torch.from_numpy(targets), torch.cat([p for _, _, p, _ in encoded]), torch.cat([g for _, _, _, g in encoded])
 
 
 class Rows:
@@ -666,22 +669,30 @@ class Rows:
         return row[:-1].clone(), row[1:].clone()
 
     def vision(self, n: int):
-        rng, encoded, used = random.Random(f"vision {self.seed} {n}"), [], 1
+        rng, encoded, room = random.Random(f"vision {self.seed} {n}"), [], self.context
         while True:
             if self.own is not None and (self.pictures is None or rng.random() < self.own_share):
-                new = self.one_of_own(rng)
+                new = self.one_of_own(rng, room)
             else:
-                new = encode_example(self.tok, self.prep, training_example(self.pictures, rng, self.mix))
-            used += len(new[0]) - 1 + len(new[1])
-            if used > self.context:
+                new = self.one_drawn(rng, room)
+            if new is None:
                 return pack(encoded, self.tok, self.context)
             encoded.append(new)
+            room -= len(new[0]) + len(new[1]) - 1  # an end of document is shared
 
-    def one_of_own(self, rng):
-        """All could be read when training began; one that has since gone or changed is named, once, and another one taken.
-        ValueError when half of them are gone."""
+    def one_drawn(self, rng, room: int):
+        """The next example, encoded; None, and no pixel is drawn, if it takes more tokens than there is room for."""
+        e = training_example(self.pictures, rng, self.mix)
+        length = count_tokens(self.tok, self.prep, [clip.shape for clip, _ in e.visuals], e.question, e.answer)[1]
+        return encode_example(self.tok, self.prep, e) if length <= room else None
+
+    def one_of_own(self, rng, room: int):
+        """The next of your own, or None. All could be read when training began; one that has since gone or changed is named, once,
+        and another one taken. ValueError when half of them are gone."""
         while 2 * len(self.gone) < len(self.own.train):
             i = rng.choice(self.own.train)
+            if self.own.lengths[i] > room:  # asked first, so that where a row ends does not depend on what this process has missed
+                return None
             if i in self.gone:
                 continue
             try:

@@ -412,7 +412,7 @@ PHRASES = (*(f"which is {place}?" for place in PLACES), " left of the", " right 
 
 @dataclass
 class Example:
-    """One thing to look at and one thing to say. visuals: list of (clip uint8 [T,3,h,w], is_clip); question may be empty;
+    """One thing to look at and one thing to say. visuals: list of (clip uint8 [T,3,h,w] or Drawing, is_clip); question may be empty;
     chance: how often a guesser who sees nothing but knows the possible answers (of two shown pictures, one) is right."""
 
     visuals: list
@@ -423,7 +423,7 @@ class Example:
 
     @property
     def frames(self):
-        return self.visuals[0][0]  # uint8 [T,3,h,w], for drawing
+        return np.asarray(self.visuals[0][0])  # uint8 [T,3,h,w], to look at
 
 
 def a(name: str) -> str:
@@ -442,21 +442,37 @@ def turned(tile, turns):
     return np.asarray(image.rotate(-22.5 * turns, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
 
 
-def render(pictures: Pictures, rng: random.Random, frames) -> np.ndarray:
-    """frames: per frame a list of (picture, size index, x, y, sixteenths of a turn clockwise) -> uint8 [T,3,c,c] on a light ground."""
-    c = pictures.size
-    ground = np.array([rng.randrange(196, 256) for _ in range(3)], dtype=np.uint16)[:, None, None]  # [3,1,1]
-    out = np.empty((len(frames), 3, c, c), dtype=np.uint8)
-    out[:] = ground
-    for canvas, things in zip(out, frames):
-        for picture, k, x, y, turns in things:
-            tile = pictures.tiles[k][picture]  # [4,s,s]
-            if turns:
-                tile = turned(tile, turns)
-            s = tile.shape[1]
-            behind = (255 - tile[3]) * (ground + 1) >> 8  # [3,s,s], 16 bits: the ground where the tile lets it through
-            canvas[:, y : y + s, x : x + s] = tile[:3] + behind
-    return out
+@dataclass
+class Drawing:
+    """A clip [T,3,c,c] before it is drawn. Its shape is known, its pixels are made when numpy asks for them: a row of training asks
+    for what fits into it only."""
+
+    pictures: Pictures
+    ground: list  # red, green and blue
+    frames: list  # per frame a list of (picture, size index, x, y, sixteenths of a turn clockwise)
+
+    @property
+    def shape(self):
+        return len(self.frames), 3, self.pictures.size, self.pictures.size
+
+    def __array__(self, dtype=None, copy=None):
+        ground = np.array(self.ground, np.uint8)[:, None, None]  # [3,1,1]
+        through = ground.astype(np.uint16) + 1
+        out = np.full(self.shape, ground)
+        for canvas, things in zip(out, self.frames):
+            for picture, k, x, y, turns in things:
+                tile = self.pictures.tiles[k][picture]  # [4,s,s]
+                if turns:
+                    tile = turned(tile, turns)
+                s = tile.shape[1]
+                behind = (255 - tile[3]) * through >> 8  # [3,s,s], 16 bits: the ground where the tile lets it through
+                canvas[:, y : y + s, x : x + s] = tile[:3] + behind
+        return out
+
+
+def render(pictures: Pictures, rng: random.Random, frames) -> Drawing:
+    """A Drawing of these frames on a light ground."""
+    return Drawing(pictures, [rng.randrange(196, 256) for _ in range(3)], frames)
 
 
 def lanes(pictures, rng, sizes, row: bool):
@@ -536,7 +552,7 @@ def path(pictures, rng, motion, n_frames, box):
 
 
 def film(pictures, rng, things, row=None):
-    """things: (picture, motion) of one or two -> clip uint8 [T,3,c,c]. Two things keep to their halves of the canvas."""
+    """things: (picture, motion) of one or two -> Drawing. Two things keep to their halves of the canvas."""
     c, n_frames = pictures.size, rng.choice((4, 8))
     boxes = [(0, 0, c, c)] if len(things) == 1 else [(0, 0, c // 2, c), (c // 2, 0, c // 2, c)]
     if row is False:

@@ -1798,7 +1798,7 @@ def test_motion_is_told_by_the_pixels(monkeypatch, tmp_path_factory, motion):
     monkeypatch.setattr("pictures.render", lambda pictures, rng, frames: placed.append(frames) or real(pictures, rng, frames))
     for k in range(8):
         i = [i for i, turns in enumerate(p.turns) if turns][k]
-        frames = data.film(p, random.Random(k), [(i, motion)]).astype(int)
+        frames = np.asarray(data.film(p, random.Random(k), [(i, motion)])).astype(int)
         ink = np.abs(frames - frames[:, :, :1, :1]).sum(1)  # [T,c,c]: distance from the ground
         area = (ink > 30).sum((1, 2))
         ys, xs = (np.array([c[ink[t] > 30].mean() for t in range(len(ink))]) for c in np.mgrid[:56, :56])
@@ -1904,6 +1904,22 @@ def test_vision_rows_learn_answers_only(monkeypatch, tmp_path_factory):
         data.Rows(tok, PREP, None, p, 48)
     with pytest.raises(ValueError, match="multiple of 28"):
         data.Rows(tok, data.Prep(max_pixels=4000), None, data.Pictures(60, 64), 512)
+
+
+def test_length_is_known_before_drawing(monkeypatch, tmp_path_factory):
+    """A count that differs from what is encoded: rows that end too early, or do not fit after all; or a row that draws what it has no room for."""
+    p, tok = shared_pictures(monkeypatch, tmp_path_factory), data.Tokenizer()
+    for prep in (PREP, data.Prep(max_pixels=3136, temporal_patch_size=3)):
+        examples = [data.training_example(p, random.Random(k), {task: 1}) for task in data.TASKS for k in range(20)]
+        for e in examples + [e for kind in data.HELDOUT for e in data.heldout(kind, 5, p)]:
+            e.visuals *= 2
+            prompt, answer, patches, _ = data.encode_example(tok, prep, e)
+            visual, length = data.count_tokens(tok, prep, [clip.shape for clip, _ in e.visuals], e.question, e.answer)
+            assert length == len(prompt) + len(answer) and visual == len(prompt) - len(tok.encode(e.question)) - 2
+    drawn, real = [], data.Drawing.__array__
+    monkeypatch.setattr("pictures.Drawing.__array__", lambda self, *args, **kw: drawn.append(1) or real(self, *args, **kw))
+    tokens = [data.Rows(tok, PREP, None, p, 200).vision(n)[0] for n in range(5)]
+    assert sum(int((t == tok.sep).sum()) for t in tokens) == len(drawn)
 
 
 def test_prompt_is_what_training_saw(monkeypatch, tmp_path_factory):
