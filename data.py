@@ -252,12 +252,8 @@ class Corpus:
             cut = int(len(whole) * 0.95)
             train, val = [whole[:cut]], [whole[cut:]]
         if max_bytes is not None:
-            kept, used = [], 0
-            for text in train:
-                used += len(text.encode())
-                if used > max_bytes and kept:
-                    break
-                kept.append(text)
+            ends = itertools.accumulate(len(text.encode()) for text in train)
+            kept = [text for text, end in zip(train, ends) if end <= max_bytes] or train[:1]
             train = kept if len(texts) >= 100 else [kept[0].encode()[:max_bytes].decode(errors="ignore")]
         content = hashlib.sha256("".join(h for h, _ in texts).encode()).hexdigest()[:12]
         key = hashlib.sha256(f"2 {tok.hash} {content} {len(train)} {max_bytes}".encode()).hexdigest()[:16]
@@ -305,20 +301,19 @@ def needle_rows(tok: Tokenizer, filler, context: int, distance: int, n: int, see
 
     filler: 1-D array of tokens to hide it in. All rows are about `context` long, wherever the definition stands. Definition, question
     and value take less than 64 tokens: distance may be context - 64 at most, and filler needs more than that. ValueError if not."""
-    rng, rows, room = random.Random(f"needle {seed} {distance}"), [], context - 64
+    rng, room = random.Random(f"needle {seed} {distance}"), context - 64
     if not (0 <= distance <= room < len(filler)):
         raise ValueError(f"a definition {distance} tokens back in a row of {context}, of which 64 are taken, in {len(filler)} tokens of text")
-    for _ in range(n):
+    tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
+    for i in range(n):
         name, value = secret(rng)
         start = rng.randrange(len(filler) - room)
         some = filler[start : start + room].tolist()
         ids = [tok.eod, *some[: room - distance], *tok.encode(f"\n{name} = {value}\n"), *some[room - distance :], *tok.encode(f"\n{name} =")]
-        rows.append((ids, tok.encode(f" {value}")))
-    tokens, targets = torch.full((n, context), tok.eod), torch.full((n, context), -100)
-    for i, (ids, value) in enumerate(rows):
-        end = len(ids) + len(value) - 1
-        tokens[i, :end] = torch.tensor(ids + value[:-1])
-        targets[i, len(ids) - 1 : end] = torch.tensor(value)
+        answer = tok.encode(f" {value}")
+        end = len(ids) + len(answer) - 1
+        tokens[i, :end] = torch.tensor(ids + answer[:-1])
+        targets[i, len(ids) - 1 : end] = torch.tensor(answer)
     return tokens, targets
 
 
@@ -364,9 +359,9 @@ def build_prompt(tok: Tokenizer, prep: Prep, visuals, text: str = "") -> list[in
 
 def encode_example(tok: Tokenizer, prep: Prep, example: Example):
     """-> prompt ids (build_prompt's), answer ids (ending in eod), patches uint8 [N,P], grids int64 [m,3]."""
-    cut = [to_patches(clip, prep) for clip, _ in example.visuals]
-    prompt = build_prompt(tok, prep, [(g, is_clip) for (_, g), (_, is_clip) in zip(cut, example.visuals)], example.question)
-    return prompt, tok.encode(example.answer) + [tok.eod], torch.cat([p for p, _ in cut]), torch.cat([g for _, g in cut])
+    patches, grids = zip(*(to_patches(clip, prep) for clip, _ in example.visuals))
+    prompt = build_prompt(tok, prep, [(g, is_clip) for g, (_, is_clip) in zip(grids, example.visuals)], example.question)
+    return prompt, tok.encode(example.answer) + [tok.eod], torch.cat(patches), torch.cat(grids)
 
 
 def count_tokens(tok: Tokenizer, prep: Prep, shapes: list, question: str, answer: str) -> tuple[int, int]:
@@ -401,10 +396,8 @@ class Folder:
         self.prep, self.kept, self.shapes, self.offsets, self.missed = prep, None, [], [], False
         self.paths, self.questions, self.captions, self.lengths, self.visual, self.hashes = (list(column) for column in zip(*items))
         hashes = self.hashes
-        held = set()
-        if len(items) >= 10:
-            held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
-        if held >= set(hashes):
+        held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
+        if len(items) < 10 or held >= set(hashes):
             held = set()
         self.train = [i for i, h in enumerate(hashes) if h not in held]
         self.held = [i for i, h in enumerate(hashes) if h in held]
@@ -432,8 +425,8 @@ class Folder:
     def keep(self, file, shapes: list):
         """Move the file with all clips, one after another, into the cache. Its name is a hash of what is in it, in order."""
         key = hashlib.sha256(json.dumps([repr(self.prep), self.hashes]).encode()).hexdigest()[:12]
-        os.replace(file, cache_dir() / f"own-{key}.bin")
         self.kept, self.shapes = cache_dir() / f"own-{key}.bin", shapes
+        os.replace(file, self.kept)
         self.offsets = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)][:-1]
 
 
@@ -491,8 +484,8 @@ def passed_over(folder: Path, things: list) -> list[str]:
 
 
 def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
-    """One thing of wanted() -> (Folder's tuple of it, what to say about its shape or "", clip uint8 [T,3,h,w]). ValueError with the
-    reason if it cannot be used. The picture is decoded here, to be sure that training can do it."""
+    """One thing of wanted() -> (Folder's tuple of it, what to say about its shape or "", clip uint8 [T,3,h,w]), or (None, reason, None)
+    if it cannot be used. The picture is decoded here, to be sure that training can do it."""
     label, path, question, text = item
     try:
         if path is None:
@@ -516,10 +509,10 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
                 digest.update(hashlib.file_digest(f, "sha256").digest())
     except (ValueError, OSError, RuntimeError) as error:  # paths too long, with a zero byte, in a loop of links, not ours to read
         reason = plain(getattr(error, "strerror", None) or error).replace(f"{plain(root)}{os.sep}", "")
-        raise ValueError(reason if label in reason else f"{label}: {reason}") from None
+        return None, reason if label in reason else f"{label}: {reason}", None
     visual, length = count_tokens(tok, prep, [clip.shape], question, text)
     if context is not None and length > context:
-        raise ValueError(f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context")
+        return None, f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context", None
     after = max(clip.shape[2:]) / min(clip.shape[2:])
     squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
     return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed, clip
@@ -540,18 +533,11 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
     if not folder.is_dir():
         raise ValueError(f"images {plain(folder)}: there is no such folder")
     root, things, items, bad, squeezed = folder.resolve(), list(wanted(folder)), [], [], []
-
-    def attempt(thing):
-        try:
-            return examine(thing, root, prep, tok, context)
-        except ValueError as error:
-            return None, str(error), None
-
     spool, shapes, full = keep and cache_dir() / f"own.{os.getpid()}.tmp", [], ""
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
+            results = pool.map(lambda thing: examine(thing, root, prep, tok, context), things)
             few = len(things) < 500
-            results = pool.map(attempt, things)
             for item, said, clip in tqdm(results, "checking pictures", len(things), mininterval=1, disable=few, leave=False):
                 if item is None:
                     bad.append(said)
@@ -648,23 +634,23 @@ class Rows:
                                  f"{prep.max_pixels}")
             longest = max(len(tok.encode(name)) for name in pictures.names)
             still = not any(mix.get(k) for k in MOVING)
-            frames = 1 if still else 8 // prep.temporal_patch_size
-            most = frames * ((pictures.size // unit) ** 2 + 2) + 3 * longest + 32
+            most = count_tokens(tok, prep, [(1 if still else 8, 3, pictures.size, pictures.size)], "", "")[0] + 3 * longest + 32
             if most > context:
                 raise ValueError(f"a row of {context} tokens cannot hold every {'picture' if still else 'clip'} with its words: "
                                  f"the longest takes about {most}")
 
     def text(self, n: int):
-        source, k = self.corpus, n
+        mine, k = True, n
         if self.beside is not None:
             before = math.floor(n * self.text_share)  # rows from corpus among the first n
             mine = math.floor((n + 1) * self.text_share) > before
-            source, k = (self.corpus, before) if mine else (self.beside, n - before)
+            k = before if mine else n - before
+        source = self.corpus if mine else self.beside
         chunks = (len(source.train) - 1) // self.context
         epoch, k = divmod(k, chunks)
-        if self._order.get(source is self.corpus, (-1, None))[0] != epoch:
-            self._order[source is self.corpus] = (epoch, np.random.default_rng((self.seed, epoch)).permutation(chunks))
-        start = int(self._order[source is self.corpus][1][k]) * self.context
+        if self._order.get(mine, (-1, None))[0] != epoch:
+            self._order[mine] = epoch, np.random.default_rng((self.seed, epoch)).permutation(chunks)
+        start = int(self._order[mine][1][k]) * self.context
         row = torch.from_numpy(source.train[start : start + self.context + 1].astype(np.int64))
         return row[:-1].clone(), row[1:].clone()
 
@@ -713,12 +699,8 @@ class Rows:
 def contact_sheet(file: str | Path, examples, prep: Prep, note: str) -> int:
     """Draw examples with their words into a picture file, exactly as the model sees them: cut into patches and put together
     again. Returns how many found room."""
-    def seen():
-        for e in examples:
-            patches, grids = to_patches(e.frames, prep)
-            yield from_patches(patches, grids, prep), f"{e.question} {e.answer}"
-
-    return draw_sheet(file, seen(), note)
+    seen = ((from_patches(*to_patches(e.frames, prep), prep), f"{e.question} {e.answer}") for e in examples)
+    return draw_sheet(file, seen, note)
 
 
 def own_sheet(file: str | Path, own: Folder) -> str:

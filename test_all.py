@@ -1913,7 +1913,7 @@ def test_length_is_known_before_drawing(monkeypatch, tmp_path_factory):
         examples = [data.training_example(p, random.Random(k), {task: 1}) for task in data.TASKS for k in range(20)]
         for e in examples + [e for kind in data.HELDOUT for e in data.heldout(kind, 5, p)]:
             e.visuals *= 2
-            prompt, answer, patches, _ = data.encode_example(tok, prep, e)
+            prompt, answer, _, _ = data.encode_example(tok, prep, e)
             visual, length = data.count_tokens(tok, prep, [clip.shape for clip, _ in e.visuals], e.question, e.answer)
             assert length == len(prompt) + len(answer) and visual == len(prompt) - len(tok.encode(e.question)) - 2
     drawn, real = [], data.Drawing.__array__
