@@ -394,8 +394,8 @@ class Folder:
     def __init__(self, prep: Prep, items: list):
         """items: (path, question, caption, length, visual, content hash) of each."""
         self.prep, self.kept, self.shapes, self.offsets, self.missed = prep, None, [], [], False
-        self.paths, self.questions, self.captions, self.lengths, self.visual, self.hashes = (list(column) for column in zip(*items))
-        hashes = self.hashes
+        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = (list(column) for column in zip(*items))
+        self.hashes = hashes
         held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
         if len(items) < 10 or held >= set(hashes):
             held = set()
@@ -455,8 +455,8 @@ def wanted(folder: Path):
                     raise TypeError
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 yield f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"
-                continue
-            yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
+            else:
+                yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
         return
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):
@@ -593,7 +593,8 @@ def pack(encoded: list, tok: Tokenizer, context: int):
         raise ValueError(f"examples of {len(ids)} tokens do not fit a row of {context}")
     tokens = np.array(ids + [tok.eod] * (context - len(ids)), np.int64)  # by way of numpy: torch takes five times as long for a list
     targets = np.array(learn + [-100] * (context - len(learn)), np.int64)
-    return torch.from_numpy(tokens), torch.from_numpy(targets), torch.cat([p for _, _, p, _ in encoded]), torch.cat([g for _, _, _, g in encoded])
+    _, _, patches, grids = zip(*encoded)
+    return torch.from_numpy(tokens), torch.from_numpy(targets), torch.cat(patches), torch.cat(grids)
 
 
 class Rows:
@@ -621,8 +622,7 @@ class Rows:
         self._order, self.gone = {}, set()  # own pictures that could not be read
         if own is not None and max(own.lengths) > context:
             i = own.lengths.index(max(own.lengths))
-            raise ValueError(f"the example captioned {plain(own.captions[i], 60)!r} takes {own.lengths[i]} tokens, "
-                             f"a row has {context}")
+            raise ValueError(f"the example captioned {plain(own.captions[i], 60)!r} takes {own.lengths[i]} tokens, a row has {context}")
         for text in (corpus, beside):
             if text is not None and len(text.train) <= context:
                 raise ValueError(f"the text has {len(text.train)} training tokens, too few for a row of {context}: "
@@ -715,7 +715,7 @@ def default_sheet(file: str | Path, pictures: Pictures, prep: Prep, seed: int = 
     rng, stills, clips = random.Random(f"sheet {seed}"), [], []
     while len(stills) < 24 or len(clips) < 12:
         e = training_example(pictures, rng)
-        (stills if len(e.frames) == 1 else clips).append(e)
+        (clips if e.visuals[0][1] else stills).append(e)
     return contact_sheet(file, stills[:24] + clips[:12], prep, f"Pictures: {ATTRIBUTION}")
 
 

