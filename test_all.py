@@ -3933,10 +3933,10 @@ def test_study_plan():
     readme = (HERE / "README.md").read_text()
     with torch.device("meta"):
         size = M3(M3Config.of_size("study", vocab_size=data.Tokenizer().vocab_size)).parameters_total()
-    assert f"{len(jobs)} short runs" in readme and f"models of {size / 1e6:.0f}M parameters trained for 600 or 800 steps" in readme
+    assert f"{len(jobs)} short runs" in readme and f"models of {size / 1e6:.0f}M parameters trained for 600 or 1,600 steps" in readme
     for run in study.RUNS:
         s = train.settle(train.parse(study.flags_of(run, Path("out"), tiny=False)))
-        assert s["preset"] == "study" and s["max_steps"] == (800 if s.get("text") else 600)
+        assert s["preset"] == "study" and s["max_steps"] == (1600 if s.get("text") else 600)
     for start, said in ((0.3, "59%"), (0.6, "71%"), (0.7, "77%")):
         text, seen = s["batch_size"] * s["context"], s["vision_rows"] * s["vision_context"] / (1 - start)
         assert f"{seen / (seen + text):.0%}" == said and said in study.__doc__
@@ -4095,12 +4095,11 @@ def test_readme_headlines():
         assert words in front, words
     step = {name: run["step_ms"]["median"] for name, run in train.items() if isinstance(run, dict)}
     folder = next(run for name, run in train.items() if "from a folder" in name)
-    study = {name: results(f"study/{name}-0.json") for name in ("recipes-native", "recipes-text_only", "recipes-midtrain-late", "selection-msa", "selection-dense")}
+    study = {name: results(f"study/{name}-0.json") for name in ("recipes-native", "recipes-text_only", "recipes-midtrain-late")}
     bits, native, late = {k: f"{r['final']['bits_per_byte']:.3f}" for k, r in study.items()}, *(study[f"recipes-{k}"]["final"] for k in ("native", "midtrain-late"))
     for words in (
         f"text ends at {bits['recipes-native']} bits per byte, without any at {bits['recipes-text_only']}; with the same pictures from 60% on, at {bits['recipes-midtrain-late']}",
         f"{late['scene']:.1%} of the scenes instead of {native['scene']:.1%} and {late['clip']:.1%} of the clips instead of {native['clip']:.1%}",
-        f"ends at {bits['selection-msa']} bits per byte, dense attention at {bits['selection-dense']}; two KV heads share {study['selection-msa']['far']['overlap']:.0%}",
         f"{len(list((HERE / 'results/study').glob('*-[0-9].json')))} of 66 runs",
         f"takes {step['base, kernels']:,.0f} ms with them and {step['base, reference']:,.0f} without",
         f"takes {step['long, msa']:.0f} ms with MSA and {step['long, dense']:.0f} with PyTorch's dense",
