@@ -509,7 +509,8 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
                 digest.update(hashlib.file_digest(f, "sha256").digest())
     except (ValueError, OSError, RuntimeError) as error:  # paths too long, with a zero byte, in a loop of links, not ours to read
         reason = plain(getattr(error, "strerror", None) or error).replace(f"{plain(root)}{os.sep}", "")
-        return None, reason if label in reason else f"{label}: {reason}", None
+        named = reason.startswith((f"{label}:", f"{label}{os.sep}"))  # the picture itself, or a frame in its folder
+        return None, reason if named else f"{label}: {reason}", None
     visual, length = count_tokens(tok, prep, [clip.shape], question, text)
     if context is not None and length > context:
         return None, f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context", None
@@ -532,7 +533,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
     folder, tok = Path(folder), tok or Tokenizer()
     if not folder.is_dir():
         raise ValueError(f"images {plain(folder)}: there is no such folder")
-    root, things, items, bad, squeezed = folder.resolve(), list(wanted(folder)), [], [], []
+    root = folder.resolve()
+    things, items, bad, squeezed = list(wanted(root)), [], [], []
     spool, shapes, full = keep and cache_dir() / f"own.{os.getpid()}.tmp", [], ""
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
@@ -566,7 +568,7 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
             lines.append(f"  prepared pixels: {own.kept.stat().st_size / 1e6:,.1f} MB, kept in {own.kept}")
         if not own.held:
             lines.append("  nothing is held out (that takes ten different ones): evaluations will not ask about your own pictures")
-    beside = passed_over(folder, things)
+    beside = passed_over(root, things)
     for what, names in (("left out", bad), ("squeezed to fit", squeezed), ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
         lines += [f"  {what}: {name}" for name in names[:NAMED]]
         lines += [f"  {what}: and {len(names) - NAMED:,} more"] if len(names) > NAMED else []

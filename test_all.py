@@ -2150,6 +2150,23 @@ def test_used_one_of_three(tmp_path):
     assert "p0.png: no caption" in report and "p1.png: no caption" in report
 
 
+def test_what_is_left_out_is_named_once(tmp_path, monkeypatch):
+    """Names that the reason contains by chance, as "a" is in "no caption", were left out of the report."""
+    folder = colour_folder(tmp_path / "mine", 1)
+    for name in ("a", "caption", "picture"):
+        colour_folder(folder / name, 2)
+    (folder / "a.png").write_text("no picture")
+    for name in ("a", "picture"):
+        (folder / f"{name}.txt").write_text("x" * (1 if name == "a" else data.MAX_CAPTION + 1))
+    (folder / "a" / "p1.png").write_text("cut off")
+    monkeypatch.chdir(tmp_path)
+    for given in ("mine", folder):
+        _, report = data.load_folder(given, OWN_PREP)
+        told = [line.split(": ", 1)[1] for line in report.splitlines() if "left out: " in line]
+        names = ["a/p1.png: cannot", "a.png: cannot", "caption: no caption", "picture: a caption of"]
+        assert len(told) == 4 and all(t.replace(os.sep, "/").startswith(n) for t, n in zip(told, names)), told
+
+
 def test_paths_that_leave_the_folder(tmp_path):
     """`file_name` that climbs out with .., by an absolute path, through a link to a file, to a folder or to a caption."""
     outside = colour_folder(tmp_path / "outside", 2)
