@@ -50,13 +50,11 @@ PRESETS["gpt"] = PRESETS["base"] | {"attention": "dense", "index_warmup_steps": 
 # Peak dense bf16 rates (FLOP/s) from the vendors' data sheets, for MFU. A card that is not here shows "?".
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "A10G": 70e12, "L4": 121e12, "T4": 65e12}
 
-TORCHRUN = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 MAX_BAD_STEPS = 5  # this many non-finite gradients in a row stop the run
 
 
 def one_says(said):
-    """Under torchrun all processes fail alike, and torchrun ends the others once one has: all but the first wait for that. torchrun's own long report
-    comes last; what is wrong is put where it will take it from."""
+    """Under torchrun all processes fail alike: all but the first wait until torchrun ends them. Its long report comes last and tells what is said here."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)  # whoever is still here has failed alone
@@ -157,11 +155,11 @@ def flag(k, v):
 
 def settle(args, saved=None, saved_step=0):
     """Fill in every flag that was not given: from the checkpoint when resuming, else from the preset. Returns a plain dict.
-
-    ValueError names a flag whose value cannot be used, or that a resumed run may not change.
-    """
-    s = given = {k: v for k, v in vars(args).items() if v is not None}
+    ValueError names a flag whose value cannot be used, or that a resumed run may not change, KeyError a setting that the checkpoint lacks."""
+    given = {k: v for k, v in vars(args).items() if v is not None}
     if saved is not None:
+        if lacking := {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - saved.keys():
+            raise KeyError(min(lacking))
         for k, v in given.items():
             if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir"):
                 has = flag(k, saved[k]) if k in saved else f"without --{k}"
@@ -194,9 +192,10 @@ def settle(args, saved=None, saved_step=0):
         raise ValueError("--mix is the share of your own data: it needs --images or --text beside it")
     if "mix" in s and not 0 < s["mix"] <= 1:
         raise ValueError(f"--mix must be above 0 and at most 1, not {s['mix']:g}")
-    if "images" in s and (s["recipe"] == "text_only" or not s["vision_rows"]):
+    seen = s["recipe"] != "text_only" and s["vision_rows"]
+    if "images" in s and not seen:
         raise ValueError("--images: this run sees no pictures at all (--text_only, or --vision_rows 0)")
-    if s["recipe"] != "text_only" and s["vision_rows"] and ("images" not in s or s.get("mix", 0.5) < 1):  # OpenMoji's pictures are wanted
+    if seen and ("images" not in s or s.get("mix", 0.5) < 1):  # OpenMoji's pictures are wanted
         if 0 < s["pictures"] < 16:
             raise ValueError(f"--pictures must be 0 (all of them) or at least 16, not {s['pictures']}")
         if s["canvas"] % 28:  # 2 x 2 patches of 14 pixels are a token
@@ -231,27 +230,21 @@ def vision_plan(step, s):
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
-# Data: one item is one optimizer step, as a list of micro-batches
+# Data: what one optimizer step reads, as a list of micro-batches
 
 
-class Steps:
-    """Map-style dataset for torch's DataLoader: item `step` is that step's list of micro-batches, text first, then pictures.
+def micro_batches(step, text, vision, s, rank=0, world=1):
+    """A step's list of micro-batches, first of text, then of pictures. text and vision: data.Rows, vision None where none are seen.
 
     Of `world` processes the one numbered `rank` gets every world-th row: together they read what one process would read."""
-
-    def __init__(self, text, vision, s, rank=0, world=1):
-        self.text, self.vision, self.s, self.rank, self.world = text, vision, s, rank, world
-
-    def __getitem__(self, step):
-        s = self.s
-        first, count = vision_plan(step, s)
-        text = [self.text.text(step * s["batch_size"] + i) for i in range(self.rank, s["batch_size"], self.world)]
-        vision = [self.vision.vision(first + i) for i in range(self.rank, count, self.world)]
-        out = []
-        for rows in (text, vision):
-            size = max(1, (s.get("micro_batch_tokens") or 1 << 30) // len(rows[0][0])) if rows else 1
-            out += [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
-        return out
+    first, count = vision_plan(step, s)
+    texts = [text.text(step * s["batch_size"] + i) for i in range(rank, s["batch_size"], world)]
+    seen = [vision.vision(first + i) for i in range(rank, count, world)]
+    out = []
+    for rows in (texts, seen):
+        size = max(1, (s.get("micro_batch_tokens") or 1 << 30) // len(rows[0][0])) if rows else 1
+        out += [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return out
 
 
 def stack(rows):
@@ -280,9 +273,8 @@ def forward(model, batch, prep, device, **kw):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Many processes (torchrun)
 #
-# Not DistributedDataParallel: the micro-batches of a step differ in kind (text only, pictures too), so which parameters get a gradient differs from
-# one to the next and from process to process, and DDP's reducer wants to know that beforehand. One sum of all gradients after a step's last
-# micro-batch needs to know nothing, and never waits in between.
+# Not DistributedDataParallel: micro-batches are of text only or have pictures too, so which parameters get a gradient differs from one to the next and
+# from process to process, and DDP wants to know that beforehand. One sum of all gradients after a step's last micro-batch needs to know nothing.
 
 
 def together(numbers):
@@ -409,19 +401,18 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
 
 def recall(model, batch, prep, device, autocast):
     """Mean block recall and score recall over the sparse layers, on one row (see msa.selection_recall)."""
-    found = []
-    layers = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"]
+    layers, found = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"], []
     if not layers:
         return 1.0, 1.0  # dense attention keeps everything
     for m in layers:
         m.probe = lambda layer, q, k, ids: found.append(msa.selection_recall(q, k, ids, layer.block_size, queries=32))
+    model.eval()
     with torch.no_grad(), autocast(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-        model.eval()
         model(batch["tokens"][:1].to(device))
-        model.train()
+    model.train()
     for m in layers:
         m.probe = None
-    return tuple(sum(x) / len(x) for x in zip(*found)) if found else (1.0, 1.0)
+    return [sum(x) / len(x) for x in zip(*found)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -478,13 +469,13 @@ def take_folder(args, rank, world, on_exit):
         raise ValueError("--resume and --overwrite exclude each other")
     if rank == 0 and (out.exists() or not args.resume):
         claim(out, on_exit)  # before anything in there is looked at
-    used = ckpt.exists() or log.exists()
-    if used and not ckpt.exists() and not args.overwrite:
+    if ckpt.exists():
+        if not (args.resume or args.overwrite):
+            raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
+    elif log.exists() and not args.overwrite:
         raise ValueError(f"{out} holds the log of a run that was stopped before its first checkpoint: there is nothing to resume, give --overwrite to start anew")
-    if args.resume and not ckpt.exists():
+    elif args.resume:
         raise ValueError(f"--resume: there is no {ckpt}" + (" (every machine must see the same --out_dir)" if world > 1 else ""))
-    if used and not (args.resume or args.overwrite):
-        raise ValueError(f"{out} already holds a run: give --resume to go on, --overwrite to start anew, or another --out_dir")
     if args.resume and args.init_from:
         raise ValueError("--resume goes on with a run's own weights: leave --init_from out")
     return out
@@ -505,8 +496,8 @@ class Book:
             for old in [self.ckpt, path, *out.glob("ckpt_*.pt")]:
                 if old.exists():
                     old.replace(old.with_name(f"old_{old.name}"))
-        self.log = [r for r in read_log(path) if r["step"] <= step] if args.resume else []
-        path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in self.log))  # rows past the checkpoint: those steps are done again
+        self.log = [r for r in read_log(path) if r["step"] <= step]  # rows past the checkpoint are dropped: those steps are done again
+        path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in self.log))
         path.with_suffix(".tmp").replace(path)
 
     def note(self, row):
@@ -560,13 +551,13 @@ def draw_curve(path, log, title):
     from matplotlib.figure import Figure
 
     steps, evals = [r for r in log if "eval" not in r], [r for r in log if "eval" in r]
+    smooth = max(1, len(steps) // 100)
     fig = Figure(figsize=(10, 3.6), dpi=110)
     a, b = fig.subplots(1, 2)
-    smooth = max(1, len(steps) // 100)
     for key, label in (("text_loss", "text"), ("caption_loss", "answers")):
-        points = [(r["step"], r[key]) for r in steps if r.get(key) is not None]
-        mean = [sum(y for _, y in points[i : i + smooth]) / len(points[i : i + smooth]) for i in range(0, len(points), smooth)]
-        a.plot([x for x, _ in points[::smooth]], mean, label=label)
+        seen = [r for r in steps if r.get(key) is not None]
+        pieces = [seen[i : i + smooth] for i in range(0, len(seen), smooth)]
+        a.plot([rows[0]["step"] for rows in pieces], [sum(r[key] for r in rows) / len(rows) for rows in pieces], label=label)
     a.set(xlabel="step", ylabel="training loss (nats a token)", title=title)
     a.legend()
     for key in sorted({k for r in evals for k in r["eval"]} - {"val_bytes", "caption_loss", "bits_per_byte", "xz_bits_per_byte"}):
@@ -583,14 +574,12 @@ def draw_curve(path, log, title):
 
 
 def choose(args, local=0, begun=None):
-    """Device and dtype, each with its reason. local: the number of this process on its machine; it takes the GPU of that number.
-    begun: the dtype of the run that is resumed."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch sees no CUDA device")
-    if args.device == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device mps: this torch has no MPS device")
-    why = "asked for" if args.device else "the best there is"
-    device = args.device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    """Put device and dtype into args, say why these, and return the device's name. local: the number of this process on its machine; it takes the GPU
+    of that number. begun: the dtype of the run that is resumed."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device, why = args.device or next(d for d in there if there[d]), "asked for" if args.device else "the best there is"
+    if not there[device]:
+        raise ValueError(f"--device {device}: this torch sees no {device.upper()} device")
     name, dtype, because = device, args.dtype or begun, "asked for" if args.dtype else "as this run began"
     if device == "cuda":
         if local >= (n := torch.cuda.device_count()):
@@ -605,27 +594,13 @@ def choose(args, local=0, begun=None):
             torch.cuda.set_per_process_memory_fraction(args.memory_gb / memory)  # what PyTorch's allocator may take; the driver's own part comes on top
         if args.micro_batch_tokens is None:  # base takes about 0.45 MB a token in bf16; few large pieces, because launching thousands of kernels takes time
             args.micro_batch_tokens = min(131072, 1 << int(math.log2(2048 * min(memory, args.memory_gb or memory))))
+    elif args.memory_gb is not None:
+        raise ValueError(f"--memory_gb limits the memory of a GPU, and this run is on {device}")
     elif dtype is None:
         dtype, because = "fp32", f"the safe choice on {device}"
-    if device != "cuda" and args.memory_gb is not None:
-        raise ValueError(f"--memory_gb limits the memory of a GPU, and this run is on {device}")
     print(f"device: {name} ({why}); dtype: {dtype} ({because})")
     args.device, args.dtype = device, dtype
-    return device, name
-
-
-def settings(args, state, ckpt, local):
-    """What the run uses, decided before any work: (s as settle returns it, device, its name). state: the checkpoint that is resumed, read from the path
-    ckpt, or None. ValueError if a flag cannot be used here or the checkpoint lacks a setting."""
-    begun = None
-    with fitting(ckpt):
-        if state is not None:
-            begun = state["settings"]["dtype"]
-            if lacking := {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - state["settings"].keys():
-                raise KeyError(min(lacking))
-    device, name = choose(args, local, begun)
-    with fitting(ckpt):
-        return settle(args, state and state["settings"], state["step"] if state else 0), device, name
+    return name
 
 
 def build(s, tok, prep):
@@ -685,8 +660,8 @@ class Muon:
 
 def orthogonal(x):
     """x [N,m,n] -> roughly the nearest orthogonal matrices: singular values go to about 1, singular vectors stay (Newton-Schulz, K. Jordan's coefficients)."""
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+    if tall := x.shape[1] > x.shape[2]:
+        x = x.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         a = x @ x.mT
@@ -694,25 +669,23 @@ def orthogonal(x):
     return x.mT if tall else x
 
 
-def make_optimizers(model, s, device):
+def make_optimizers(model, s):
     """AdamW, alone or beside Muon for the matrices inside the layers; embedding and head (a row is a word, not a direction), norms and biases stay with AdamW."""
-    named = list(model.named_parameters())
-    matrices = [p for n, p in named if p.ndim >= 2 and s["optimizer"] == "muon" and n not in ("embed_tokens.weight", "lm_head.weight")]
+    matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and s["optimizer"] == "muon" and n not in ("embed_tokens.weight", "lm_head.weight")]
     taken = set(matrices)
-    rest = [p for _, p in named if p not in taken]
+    rest = [p for p in model.parameters() if p not in taken]
     groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": s["weight_decay"]}, {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=device in ("cuda", "cpu"))
+    adamw = torch.optim.AdamW(groups, lr=s["lr"], betas=(0.9, 0.95), fused=s["device"] in ("cuda", "cpu"))
     return [adamw, Muon(matrices, s["weight_decay"])] if matrices else [adamw]
 
 
 def load_model(s, state, init, ckpt):
-    """Everything that learns, and what turns text and pictures into its input: (tokenizer, data.Prep, model, optimizers, the step they are at).
-    state: the checkpoint that is resumed, read from the path ckpt; init: the one whose weights alone are taken; both None: fresh weights from the seed.
-    ValueError if a checkpoint does not fit."""
+    """What turns text and pictures into input, and everything that learns: (tokenizer, data.Prep, model, optimizers, the step they are at). state: the
+    checkpoint that is resumed, of the path ckpt; init: the one whose weights alone are taken, else fresh ones. ValueError if either does not fit."""
     torch.manual_seed(s["seed"])
     torch.set_float32_matmul_precision("high")
     with fitting(s["init_from"] if init else ckpt):
-        tok = data.Tokenizer() if state is None and init is None else data.Tokenizer.from_state((state or init)["tokenizer"])
+        tok = data.Tokenizer.from_state((state or init)["tokenizer"]) if state or init else data.Tokenizer()
     prep = data.Prep(frames_per_segment=s["frames_per_segment"], max_pixels=s["max_pixels"])
     model = build(s, tok, prep)
     if init is not None:
@@ -720,8 +693,7 @@ def load_model(s, state, init, ckpt):
             load_weights(model, init, s)
     model.to(s["device"])
     model.checkpoint_layers = bool(s.get("checkpoint_layers"))
-    optimizers = make_optimizers(model, s, s["device"])
-    step = 0
+    optimizers, step = make_optimizers(model, s), 0
     if state is not None:
         with fitting(ckpt, ValueError):
             model.load_state_dict(state["model"])
@@ -737,7 +709,8 @@ def load_data(s, state, tok, prep, mix, local, world):
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
     mine, seen = (lambda usual: s.get("mix") or usual), s["recipe"] != "text_only" and s["vision_rows"]
-    pictures, own, examples = None, None, {}
+    pictures = own = vision = None
+    examples = {}
     if seen and s.get("images"):  # before the text, which takes longer to read: a folder may be mistyped
         own, report = data.load_folder(s["images"], prep, tok, s["vision_context"], keep=True)
         print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
@@ -746,6 +719,7 @@ def load_data(s, state, tok, prep, mix, local, world):
     beside = data.Corpus(tok, max_bytes=s["corpus_bytes"] or None) if s.get("text") and mine(1.0) < 1 else None  # validation is on --text alone
     if beside is not None:
         print(f"beside it, {1 - mine(1.0):.0%} of the rows: {beside.report}")
+    text = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
     if seen:
         if own is None or mine(0.5) < 1:
             pictures = data.Pictures(s["canvas"], s["pictures"] or None)
@@ -754,13 +728,10 @@ def load_data(s, state, tok, prep, mix, local, world):
             examples = {kind: items for kind in kinds if (items := data.heldout(kind, s["eval_items"], pictures))}
         if own is not None and own.held:
             examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
-    text, vision = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0)), None
-    # Pictures come in shorter rows: rows are packed without a document mask, and in a long one attention is spread thin over pictures that
-    # are not asked about.
-    if pictures or own:
+        # In rows of their own, shorter ones: without a document mask attention is spread thin, in a long row, over pictures that are not asked about.
         vision = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
-    held = {"windows": validation_windows(corpus, s["context"], s["eval_rows"]), "examples": examples}
-    held["needles"] = needles_of(corpus, tok, s["context"]) if s["needles"] else None
+    needles = needles_of(corpus, tok, s["context"]) if s["needles"] else None
+    held = {"windows": validation_windows(corpus, s["context"], s["eval_rows"]), "examples": examples, "needles": needles}
     if not local:
         together([0])
     content = [int(c[:10], 16) for c in (corpus.content, own.content if own else "0")]
@@ -775,15 +746,15 @@ def load_data(s, state, tok, prep, mix, local, world):
 
 def describe(s, model):
     """Say what is trained, and how."""
-    keeps = (model.config.index_topk_blocks, model.config.index_block_size)
-    kept = "" if s["attention"] == "dense" else f" (keeps {keeps[0]} x {keeps[1]} of {s['context']})"
+    blocks, size = model.config.index_topk_blocks, model.config.index_block_size
+    kept = "" if s["attention"] == "dense" else f" (keeps {blocks} x {size} of {s['context']})"
     print(
         f"model: preset {s['preset']}, {model.parameters_total() / 1e6:.1f}M parameters, {model.parameters_active() / 1e6:.1f}M active a token, "
         f"attention {s['attention']}{kept}\n"
         f"recipe: {s['recipe']}, {s['max_steps']} steps of {s['batch_size'] * s['context']:,} text and {s['vision_rows'] * s['vision_context']:,} picture-row tokens, "
         f"peak lr {s['lr']:g}, index warm-up {s['index_warmup_steps']} steps, lambda {s['index_kl_coef']:g}"
     )
-    if kept and keeps[0] * keeps[1] >= s["context"]:
+    if kept and blocks * size >= s["context"]:
         print("note: every query keeps its whole row, so attention is dense in effect: for sparse attention lower --index_topk_blocks or give a longer --context")
 
 
@@ -812,17 +783,17 @@ class Stopwatch:
     def ready(self, step):
         """The next step, after `step`, begins now."""
         self.on = step % 20 == 10
-        if self.on and self.device == "cuda":
-            torch.cuda.synchronize()
-        self.mark = time.perf_counter()
+        self.lap(None)
 
     def lap(self, part):
-        """The seconds since the last lap belong to `part`."""
+        """The seconds since the last lap belong to `part`, None: to nothing."""
         if self.on:
             if self.device == "cuda":
                 torch.cuda.synchronize()
             now = time.perf_counter()
-            self.spent[part], self.mark = self.spent.get(part, 0.0) + now - self.mark, now
+            if part:
+                self.spent[part] = self.spent.get(part, 0.0) + now - self.mark
+            self.mark = now
 
     def begin(self, kind, flops):
         """The data of the step at hand are there. kind: only steps of one kind have one time, so a change of kind begins anew."""
@@ -843,10 +814,10 @@ class Stopwatch:
 
 
 def gradients(model, micro, warmup, s, prep, autocast, watch):
-    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters.
-    The loss is the mean over the targets of the whole step, of all micro-batches and processes: each mean is weighted back to its share. The index KL
-    is a mean over tokens: the same, weighted by its own share. Returns, over all processes, the text's and the answers' losses (sums over targets) and
-    the index KL, then the numbers of text targets, answer targets and tokens. ValueError with advice if the memory is too small."""
+    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters. The loss is the mean
+    over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the text's and the
+    answers' losses (sums over targets) and the index KL, of this process; then the numbers of text targets, answer targets and tokens, of all.
+    ValueError with advice if the memory is too small."""
     kinds = ["caption" if "patches" in b else "text" for b in micro]
     targets = [(b["targets"] >= 0).sum().item() for b in micro]
     mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
@@ -947,7 +918,8 @@ def stop_on_signal():
 def run(args, on_exit):
     """Everything, from the settings to the last checkpoint. on_exit holds what must be done however it ends. Returns the exit code, 0."""
     # torchrun says in the environment which of how many processes this is, over all machines and (local) on this one. One process is the usual case.
-    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in TORCHRUN.items())
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, world, local, beside_me = (int(os.environ.get(k, d)) if "RANK" in os.environ else d for k, d in alone.items())
     if rank:  # only the first one speaks, writes and evaluates; errors go to stderr from everywhere
         on_exit.enter_context(contextlib.redirect_stdout(on_exit.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
 
@@ -955,7 +927,12 @@ def run(args, on_exit):
     out = take_folder(args, rank, world, on_exit)
     ckpt = out / "ckpt.pt"
     state = read_checkpoint(ckpt) if args.resume else None
-    s, device, name = settings(args, state, ckpt, local)
+    with fitting(ckpt):
+        saved, begun = (state["settings"], state["settings"]["dtype"]) if state else (None, None)
+    name = choose(args, local, begun)
+    with fitting(ckpt):
+        s = settle(args, saved, state["step"] if state else 0)
+    device = s["device"]
     if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(out / "log.jsonl")):
         print(f"{ckpt} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
         return 0
@@ -991,9 +968,10 @@ def run(args, on_exit):
         measure(model, s, tok, prep, autocast, held, watch, book)  # the checkpoint was written, then its evaluation was cut short
     stop = stop_on_signal()
     workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) // beside_me - 2)))
-    loader = torch.utils.data.DataLoader(
-        Steps(text, vision, s, rank, world), batch_size=None, sampler=range(step, s["max_steps"]), num_workers=workers, prefetch_factor=4 if workers else None,
-        pin_memory=device == "cuda", generator=torch.Generator(), multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
+    loader = torch.utils.data.DataLoader(  # of step numbers; its workers make each step's micro-batches
+        range(s["max_steps"]), sampler=range(step, s["max_steps"]), batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None,
+        collate_fn=functools.partial(micro_batches, text=text, vision=vision, s=s, rank=rank, world=world), pin_memory=device == "cuda", generator=torch.Generator(),
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None, worker_init_fn=quiet,
     )  # fmt: skip
     on_exit.push(book.rescue)
     bar = on_exit.enter_context(tqdm(loader, initial=step, total=s["max_steps"], dynamic_ncols=True, mininterval=1.0, disable=rank > 0))
