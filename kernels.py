@@ -295,7 +295,7 @@ def topk_kernel(scores, candidates, lens, ids, t0, Tc, T, Tout, tout, NB, width,
         seen = block <= local[:, None]
         n = tl.minimum(tl.maximum(local + 1 - seg * N, 0), N)
     x = tl.load(scores + row[:, None] * NB + block, mask=seen, other=0.0)  # [R,N]
-    x = tl.minimum(tl.maximum(x, -BIG), BIG) + 0.0  # NaN ranks lowest: maximum takes the other one. And -0 + 0 is 0
+    x = tl.minimum(tl.where(x >= -BIG, x, -BIG), BIG) + 0.0  # NaN ranks lowest: no comparison holds for it. And -0 + 0 is 0
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(seen, bits ^ ((bits >> 31) & INT_MAX), INT_MIN)
     top = tl.max(key, 1)
