@@ -3862,7 +3862,8 @@ def test_study_stops_its_runs(tmp_path, rehearsed):
     time.sleep(0.5)
     assert list(children()) or not Path("/proc").exists()
     study.terminate()
-    assert study.wait(60) == 1 and "stopped; the runs that are finished are kept" in study.stderr.read()
+    said = study.communicate(timeout=60)[1]
+    assert study.returncode == 1 and "stopped; the runs that are finished are kept" in said
     assert not list(children())  # at once: left alone, such a short run would soon end by itself
 
 
