@@ -149,6 +149,7 @@ def pick_blocks(scores, pos, block_size, topk):
 def block_scores(iq, ik, pos, block_size):
     """iq [B,T,Hkv,Di], ik [B,S,Di], pos [B,T] -> [B,Hkv,T,nb]: the largest iq . ik among each block's visible tokens, -inf if none is."""
     S = ik.shape[1]
+    block_size = min(block_size, max(S, 1))  # a longer block holds nothing more
     nb = -(-S // block_size)
     s = torch.einsum("bthd,bsd->bhts", iq, ik)  # [B,Hkv,T,S] token scores
     s = s.nan_to_num(nan=torch.finfo(s.dtype).min, posinf=torch.finfo(s.dtype).max)
@@ -223,6 +224,7 @@ def support(ids, block_size, S, pos):
     visible = torch.arange(S, device=pos.device) <= pos[:, None, :, None]  # [B,1,T,S]
     if ids is None:
         return visible
+    block_size = min(block_size, max(S, 1))  # a longer block holds nothing more
     nb = -(-S // block_size)
     kept = torch.zeros(*ids.shape[:-1], nb + 1, dtype=torch.bool, device=ids.device)  # the last column takes the invalid ids
     kept.scatter_(-1, torch.where((ids < 0) | (ids >= nb), nb, ids).long(), True)

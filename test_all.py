@@ -157,10 +157,11 @@ def test_nan_scores_rank_lowest():
     assert 1 not in ids[0, 0, -1].tolist()
 
 
-def test_few_blocks_is_dense():
-    """With S <= K * block the result IS dense attention; the first unit test of any MSA."""
+@pytest.mark.parametrize("block, K", [(8, 7), (10**9, 1)])
+def test_few_blocks_is_dense(block, K):
+    """With S <= K * block the result IS dense attention; the first unit test of any MSA. A huge block once took as much memory."""
     q, k, v, iq, ik = inputs(2, 50, 50, 4, 2, 16, 16)
-    out, lse = msa.sparse_attention(q, k, v, msa.select_blocks(iq, ik, 8, 7), 8)
+    out, lse = msa.sparse_attention(q, k, v, msa.select_blocks(iq, ik, block, K), block)
     want, want_lse = msa.dense_attention(q, k, v)
     assert ratio("out", out, want) < 1e-6 and ratio("lse", lse, want_lse) < 1e-6
     assert ratio("full_attention", msa.full_attention(q, k, v), want) < 1e-5
@@ -2896,7 +2897,8 @@ def test_signal_saves_and_says_how_to_go_on(tmp_path):
         (["--tasks", "naming=1"], "naming"),
         (["--tasks", "single=nan"], "finite"),
         (["--cpt", "--max_steps", "1"], "--vision_start"),
-        (["--seed", "-1"], "--seed"),
+        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--seed", str(2**63)], "--seed must be less than"),
         (["--eval_rows", "0"], "--eval_rows"),
         (["--vision_rows", "-1"], "--vision_rows"),
         (["--resume", "--overwrite"], "exclude each other"),

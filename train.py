@@ -176,8 +176,9 @@ def settle(args, saved=None, saved_step=0):
         s["planned_steps"] = s["max_steps"]  # a run that is made longer must not move the step where its pictures entered
     s.setdefault("needles", s["context"] >= 4096)
     for k, least in LEAST.items():
-        if s.get(k) is not None and not least <= s[k] < (math.inf if isinstance(least, float) else 2**63):  # NaN fails too
-            raise ValueError(f"--{k} must be at least {least}, not {s[k]}")
+        most = math.inf if isinstance(least, float) else 2**63
+        if s.get(k) is not None and not least <= s[k] < most:  # NaN fails too
+            raise ValueError(f"--{k} must be {f'less than {most}' if s[k] >= most else f'at least {least}'}, not {s[k]}")
     if s["needles"] and s["context"] < 128:
         raise ValueError(f"--needles needs rows of 128 tokens or more: --context is {s['context']}")
     if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["planned_steps"]) >= s["max_steps"]:
