@@ -28,6 +28,7 @@ timed, alone, before the first run starts. Pictures in figures: OpenMoji, CC BY-
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -43,63 +44,54 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).parent
 OUT = (Path("out_study"), Path("out_study_tiny"))  # of real runs and of the rehearsal
 
-RUNS = {  # what is added to the flags of the preset
-    "recipes-text_only": "--text_only",
-    "recipes-native": "--native",
-    "recipes-midtrain-early": "--midtrain --vision_start 0.3",
-    "recipes-midtrain-late": "--midtrain --vision_start 0.6",
-    "recipes-midtrain-early-half_lr": "--midtrain --vision_start 0.3 --lr 1.5e-3",
-    "recipes-midtrain-late-half_lr": "--midtrain --vision_start 0.6 --lr 1.5e-3",
-    "recipes-cpt": "--cpt",
-    "recipes-cpt-no_pictures": "--cpt --vision_rows 0",
-    "selection-msa": "LONG",
-    "selection-dense": "LONG --attention dense",
-    "selection-shared": "LONG --attention shared",
-    "selection-local": "LONG --attention local",
-    "selection-random": "LONG --attention random",
-    "selection-token": "LONG --attention token",  # the last of them: it has no kernel, and takes several times as long
-    "frames-1": "--native --frames_per_segment 1",
-    "frames-2": "--native --frames_per_segment 2",
-    "frames-8": "--native --frames_per_segment 8",
-    "index-no_detach": "LONG --no-detach",
-    "index-no_warmup": "LONG --index_warmup_steps 0",
-    "index-no_detach-no_warmup": "LONG --no-detach --index_warmup_steps 0",
-    "index-lambda0.1": "LONG --index_kl_coef 0.1",
-    "index-lambda10": "LONG --index_kl_coef 10",
-    "index-lambda0.1-no_detach": "LONG --index_kl_coef 0.1 --no-detach",
-    "index-lambda10-no_detach": "LONG --index_kl_coef 10 --no-detach",
-    **{f"index-{b}x{k}": f"LONG --index_block_size {b} --index_topk_blocks {k}" for b in (32, 64, 128) for k in (4, 8, 16) if (b, k) != (32, 8)},
-}
-ROWS = {  # the rows of each table: label -> run
+SIZES, KEPT = (32, 64, 128), (4, 8, 16)  # tokens a block, blocks kept: index tries all pairs; 32 and 8 is the study preset
+EXPERIMENTS = {  # the rows of each table: label -> (run, what is added to the flags of the preset); tables may share a run
     "recipes": {
-        "text only": "recipes-text_only",
-        "native": "recipes-native",
-        "mid-training from 30%": "recipes-midtrain-early",
-        "mid-training from 60%": "recipes-midtrain-late",
-        "from 30%, half the rate": "recipes-midtrain-early-half_lr",
-        "from 60%, half the rate": "recipes-midtrain-late-half_lr",
-        "CPT from 70%": "recipes-cpt",
-        "CPT schedule, no pictures": "recipes-cpt-no_pictures",
+        "text only": ("recipes-text_only", "--text_only"),
+        "native": ("recipes-native", "--native"),
+        "mid-training from 30%": ("recipes-midtrain-early", "--midtrain --vision_start 0.3"),
+        "mid-training from 60%": ("recipes-midtrain-late", "--midtrain --vision_start 0.6"),
+        "from 30%, half the rate": ("recipes-midtrain-early-half_lr", "--midtrain --vision_start 0.3 --lr 1.5e-3"),
+        "from 60%, half the rate": ("recipes-midtrain-late-half_lr", "--midtrain --vision_start 0.6 --lr 1.5e-3"),
+        "CPT from 70%": ("recipes-cpt", "--cpt"),
+        "CPT schedule, no pictures": ("recipes-cpt-no_pictures", "--cpt --vision_rows 0"),
     },
-    "attention": {"native": "recipes-native", "CPT": "recipes-cpt"},
-    "selection": {k: f"selection-{k}" for k in ("dense", "msa", "shared", "local", "random", "token")},
-    "frames": {"1 (2D)": "frames-1", "2": "frames-2", "4": "recipes-native", "8 (unlimited)": "frames-8"},
+    "attention": {"native": ("recipes-native", "--native"), "CPT": ("recipes-cpt", "--cpt")},
+    "selection": {
+        "dense": ("selection-dense", "LONG --attention dense"),
+        "msa": ("selection-msa", "LONG"),
+        "shared": ("selection-shared", "LONG --attention shared"),
+        "local": ("selection-local", "LONG --attention local"),
+        "random": ("selection-random", "LONG --attention random"),
+        "token": ("selection-token", "LONG --attention token"),  # last: it has no kernel, and takes several times as long
+    },
+    "frames": {
+        "1 (2D)": ("frames-1", "--native --frames_per_segment 1"),
+        "2": ("frames-2", "--native --frames_per_segment 2"),
+        "4": ("recipes-native", "--native"),
+        "8 (unlimited)": ("frames-8", "--native --frames_per_segment 8"),
+    },
     "index": {
-        "baseline": "selection-msa",
-        "no warm-up": "index-no_warmup",
-        "no detach": "index-no_detach",
-        "neither": "index-no_detach-no_warmup",
-        "lambda 0.1": "index-lambda0.1",
-        "lambda 10": "index-lambda10",
-        "lambda 0.1, no detach": "index-lambda0.1-no_detach",
-        "lambda 10, no detach": "index-lambda10-no_detach",
-        **{k.removeprefix("index-"): k for k in RUNS if re.fullmatch(r"index-\d+x\d+", k)},  # tokens a block x blocks kept
+        "baseline": ("selection-msa", "LONG"),
+        "no warm-up": ("index-no_warmup", "LONG --index_warmup_steps 0"),
+        "no detach": ("index-no_detach", "LONG --no-detach"),
+        "neither": ("index-no_detach-no_warmup", "LONG --no-detach --index_warmup_steps 0"),
+        "lambda 0.1": ("index-lambda0.1", "LONG --index_kl_coef 0.1"),
+        "lambda 10": ("index-lambda10", "LONG --index_kl_coef 10"),
+        "lambda 0.1, no detach": ("index-lambda0.1-no_detach", "LONG --index_kl_coef 0.1 --no-detach"),
+        "lambda 10, no detach": ("index-lambda10-no_detach", "LONG --index_kl_coef 10 --no-detach"),
     },
 }
+for b, k in itertools.product(SIZES, KEPT):
+    if (b, k) != (32, 8):
+        EXPERIMENTS["index"][f"{b}x{k}"] = (f"index-{b}x{k}", f"LONG --index_block_size {b} --index_topk_blocks {k}")
+ROWS = {name: {label: run for label, (run, _) in rows.items()} for name, rows in EXPERIMENTS.items()}
+RUNS = dict(row for rows in EXPERIMENTS.values() for row in rows.values())
 SEEDS = {"recipes": (0, 1, 2), "attention": (0, 1, 2), "selection": (0, 1, 2), "frames": (0, 1, 2), "index": (0,)}
 CLAIMS = {
     "recipes": "The talk: pictures from the start hardly hurt text; added after the decay (CPT) they harm it; in the middle it depends on the settings.",
@@ -128,6 +120,23 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
+if __name__ == "__main__":
+    parse()  # --help, and a flag that is none, are answered before torch is imported, which takes seconds
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+
+import data
+import model as m3
+import msa
+import sample
+import train
+import vit3d
+
+
 def flags_of(run, out, tiny):
     """All of train.py's flags for a run, but for seed and out_dir."""
     long = "--text_only --context 128" if tiny else "--text_only --context 2048 --batch_size 8 --max_steps 1600"
@@ -150,14 +159,12 @@ def weave(text, rng):
     and 6,000 characters further on: what a model can only know by looking back.
 
     So dense because copying must be learned within a short run; the same line, because then it is the plainest kind of copying."""
-    from data import secret
-
     out, due, at, soon = [], [], 0, rng.randrange(250)
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())]
         ready, due = [d for d in due if d[0] <= at], [d for d in due if d[0] > at]
         if at >= soon:
-            ready.append((at, "{} = {}".format(*secret(rng))))
+            ready.append((at, "{} = {}".format(*data.secret(rng))))
             due += [(at + 60 * 100 ** rng.random(), ready[-1][1]) for _ in range(3)]
             soon = at + 125 + rng.randrange(250)
         out += [indent + what for _, what in ready] + [line]
@@ -165,20 +172,19 @@ def weave(text, rng):
     return "\n".join(out)
 
 
-def write_needles(folder, path, most):
-    """A folder with every file of find_text(path) woven, until there are `most` bytes. Made once."""
-    import data
-
+def write_needles(out, tiny):
+    """out/needles: Python source woven, file by file, until there are 40 MB; in the rehearsal train.py alone. Made once."""
+    folder = out / "needles"
     if folder.exists():
         return
     made = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     made.mkdir(parents=True)
     total = 0
-    for content, text in data.find_text(path)[0]:
+    for content, text in data.find_text(HERE / "train.py" if tiny else None)[0]:
         raw = weave(text, random.Random(content)).encode()
         (made / f"{content[:16]}.py").write_bytes(raw)
         total += len(raw)
-        if total > most:
+        if total > (10**5 if tiny else 4 * 10**7):
             break
     made.replace(folder)
 
@@ -191,58 +197,54 @@ def average(x):
     return sum(x) / len(x)
 
 
+def rounded(matrix, digits):
+    return [[round(x, digits) for x in row] for row in matrix.tolist()]
+
+
 @functools.cache
 def corpus(path, most):
     """Read once a process: finding the text takes longer than measuring on it."""
-    import data
-
     return data.Corpus(data.Tokenizer(), path, most)
 
 
-def look(model, tok, prep, settings, kinds=("scene", "clip"), items=32, drawn=3):
+def look(model, tok, prep, settings, items):
     """Where words look. -> {"mass": {kind: [layers][heads]}, "uniform": {kind: x}, "maps": [...]}
 
     mass: the share of attention that lands on visual tokens, from the positions that predict the answer, mean over held-out examples;
     uniform: what it would be if all visible tokens got the same. maps: for the first held-out scenes and each of their two things, the
     attention on each visual token, mean over layers, heads and the tokens of its name [h][w].
     """
-    import torch
-
-    import data
-    import msa
-
-    pictures, seen, uniform, maps = data.Pictures(settings["canvas"], settings["pictures"] or None), {}, {}, []
+    pictures, out = data.Pictures(settings["canvas"], settings["pictures"] or None), {"mass": {}, "uniform": {}, "maps": []}
     layers = [m for m in model.modules() if isinstance(m, msa.MSA)]
     device = next(model.parameters()).device
-    for kind in kinds:
+
+    def probe(layer, q, k, ids):  # n and found belong to the example below
+        p = msa.attention_weights(q[:, -n:], k, None if ids is None else ids[:, :, -n:], layer.block_size)[0]
+        found.append(p.flatten(1, 2)[0].float())  # [H,n,S]
+
+    for m in layers:
+        m.probe = probe
+    for kind in ("scene", "clip"):
         mass, even = [], []
         for i, e in enumerate(data.heldout(kind, items, pictures)):
             prompt, answer, patches, grids = data.encode_example(tok, prep, e)
             n, found = len(answer), []
-
-            def probe(layer, q, k, ids, n=n, found=found):
-                p = msa.attention_weights(q[:, -n:], k, None if ids is None else ids[:, :, -n:], layer.block_size)[0]
-                found.append(p.flatten(1, 2)[0].float())  # [H,n,S]
-
-            for m in layers:
-                m.probe = probe
             model(torch.tensor([prompt + answer[:-1]]), patches=data.normalize(patches.to(device), prep), grids=grids)
-            for m in layers:
-                m.probe = None
             places = torch.tensor([j for j, t in enumerate(prompt) if t in (tok.image, tok.clip)], device=device)
-            p = torch.stack(found)  # [layers,H,n,S]
-            mass.append(p[..., places].sum(-1).mean(-1))  # [layers,H]
-            even.append(sum(len(places) / (len(prompt) + j) for j in range(n)) / n)
-            if kind == "scene" and i < drawn:
+            p = torch.stack(found)[..., places]  # [layers,H,n,visual tokens]
+            mass.append(p.sum(-1).mean(-1))  # [layers,H]
+            even.append(average([len(places) / (len(prompt) + j) for j in range(n)]))
+            if kind == "scene" and i < 3:
                 first = len(re.split(r" left of | above ", e.answer)[0])  # characters of the first thing's name
                 ends = [len(tok.decode(answer[: j + 1])) for j in range(n - 1)]
                 h, w = (grids[0, 1:] // prep.merge_size).tolist()
-                at = p[..., places].mean((0, 1))  # [n, visual tokens]
                 names = [[j for j in range(n - 1) if ends[j] <= first], [j for j in range(n - 1) if ends[j] > first + 1]]
-                maps.append([[[round(x, 5) for x in row] for row in at[js].mean(0).view(h, w).tolist()] for js in names])
-        seen[kind] = [[round(x, 4) for x in row] for row in torch.stack(mass).mean(0).tolist()]
-        uniform[kind] = sum(even) / len(even)
-    return {"mass": seen, "uniform": uniform, "maps": maps}
+                out["maps"].append([rounded(p.mean((0, 1))[js].mean(0).view(h, w), 5) for js in names])
+        out["mass"][kind] = rounded(torch.stack(mass).mean(0), 4)
+        out["uniform"][kind] = average(even)
+    for m in layers:
+        m.probe = None
+    return out
 
 
 def far(model, tok, text, context, rows, needles):
@@ -250,15 +252,9 @@ def far(model, tok, text, context, rows, needles):
 
     late_loss: nats a token in the second half of the window. captured and block_recall: msa.selection_recall, mean over sparse layers and
     rows (1 for dense). overlap: |A and B| / |A or B| of the blocks that two KV heads keep beside the local one, mean over pairs, queries
-    that had to choose and layers; None if none had. needle: a value far back copied exactly; needle_nats: the loss of its tokens. picks: the blocks that each KV head of the middle layer keeps, for the last query of
-    each block [Hkv][queries][K] (msa only).
+    that had to choose and layers; None if none had. needle: a value far back copied exactly; needle_nats: the loss of
+    its tokens. picks: the blocks that each KV head of the middle layer keeps, for the last query of each block [Hkv][queries][K] (msa only).
     """
-    import torch
-    import torch.nn.functional as F
-
-    import msa
-    import train
-
     device = next(model.parameters()).device
     torch.manual_seed(0)  # of random blocks
     recalls, overlaps, picks = [], [], {}
@@ -271,10 +267,8 @@ def far(model, tok, text, context, rows, needles):
             kept = torch.zeros(*ids.shape[:2], len(at), -(-T // layer.block_size), dtype=torch.bool, device=ids.device)
             kept.scatter_(-1, ids[:, :, at].long(), True)  # [B,Hkv,n,blocks]; these queries have no -1
             kept &= torch.arange(kept.shape[-1], device=ids.device) != (at // layer.block_size)[:, None]
-            for a in range(kept.shape[1]):
-                for b in range(a):
-                    both, any_ = (kept[:, a] & kept[:, b]).sum(-1), (kept[:, a] | kept[:, b]).sum(-1)
-                    overlaps.append((both / any_).mean().item())
+            for a, b in itertools.combinations(kept.unbind(1), 2):  # [B,n,blocks] of two KV heads
+                overlaps.append(((a & b).sum(-1) / (a | b).sum(-1)).mean().item())
         if layer.kind == "msa" and layer.layer not in picks:
             picks[layer.layer] = ids[0, :, layer.block_size - 1 :: layer.block_size].tolist()
 
@@ -300,11 +294,6 @@ def far(model, tok, text, context, rows, needles):
 
 def retrieval(model, tok, text, context, needles):
     """[(tokens to look back, share of `needles` values copied exactly, their loss in nats a token)], from a 32nd of the context to all of it."""
-    import torch.nn.functional as F
-
-    import data
-    import train
-
     device, out = next(model.parameters()).device, []
     for part in (32, 8, 4, 2, 1):
         distance, right, nats = (context - 64) // part, 0, []
@@ -319,12 +308,8 @@ def retrieval(model, tok, text, context, needles):
 
 def needle(ckpt, out, tiny):
     """`study.py needle`: makes the woven text; with --ckpt, how well that model finds a definition far back, by distance -> needles.json beside it."""
-    import torch
-
-    import sample
-
     preset, trained = ("long", "out_long") if torch.cuda.is_available() and not tiny else ("tiny", "out_tiny")
-    write_needles(out / "needles", HERE / "train.py" if tiny else None, 10**5 if tiny else 4 * 10**7)
+    write_needles(out, tiny)
     if ckpt is None:
         print(f"text to copy from, woven into Python source: {out / 'needles'}. Train on it, then look:")
         print(f"  python train.py --preset {preset} --text_only --text {out / 'needles'} --out_dir {trained}\n  python study.py needle --ckpt {trained}")
@@ -340,20 +325,14 @@ def needle(ckpt, out, tiny):
     print(f"{settings['path']}: step {state['step']}, attention {s['attention']}, context {s['context']:,}")
     for distance, exact, nats in found:
         print(f"  {distance:6,} tokens back: {exact:6.1%} copied exactly, {nats:.2f} nats a token")
-    keys = ("distance", "exact", "nats")
-    report = {**hardware(tiny), "attention": s["attention"], "context": s["context"], "step": state["step"], "needles": [dict(zip(keys, x)) for x in found]}
+    needles = [dict(zip(("distance", "exact", "nats"), x)) for x in found]
+    report = hardware(tiny) | {"attention": s["attention"], "context": s["context"], "step": state["step"], "needles": needles}
     write_json(settings["path"].with_name("needles.json"), report)
     return 0
 
 
 def measure(run, folder, tiny):
     """-> what is kept of a finished run, beside who ran it. ValueError if it did not reach its last step."""
-    import torch
-
-    import data
-    import sample
-    import train
-
     log = train.read_log(folder / "log.jsonl")
     steps = [r for r in log if "eval" not in r]
     state = sample.read_checkpoint(folder / "ckpt.pt")
@@ -362,15 +341,17 @@ def measure(run, folder, tiny):
     if not finals:
         raise ValueError(f"{run}: stopped at step {state['step']} of {s['max_steps']}")
     model, tok, prep, settings = sample.load(folder, s["device"])
-    settled = [r["grad_norm"] for r in steps[s["index_warmup_steps"] :]] or [r["grad_norm"] for r in steps]
-    out = {"steps": s["max_steps"], "text": state["corpus"], "final": finals[-1]["eval"], "last": steps[-1], "grad_norm_mean": sum(settled) / len(settled), "grad_norm_max": max(settled)}
+    out = {"steps": s["max_steps"], "text": state["corpus"], "final": finals[-1]["eval"], "last": steps[-1]}
+    norms = [r["grad_norm"] for r in steps[s["index_warmup_steps"] :] or steps]
+    out |= {"grad_norm_mean": average(norms), "grad_norm_max": max(norms)}
     kinds = [k for k in data.HELDOUT if k in out["final"]]
     if kinds:
         pictures = data.Pictures(s["canvas"], s["pictures"] or None)
-        out["chance"] = {k: sum(e.chance for e in items) / len(items) for k in kinds if (items := data.heldout(k, s["eval_items"], pictures))}
+        asked = {k: data.heldout(k, s["eval_items"], pictures) for k in kinds}
+        out["chance"] = {k: average([e.chance for e in items]) for k, items in asked.items() if items}
     with torch.no_grad(), torch.autocast(s["device"], dtype=torch.bfloat16, enabled=s["dtype"] == "bf16"):
         if run in ROWS["attention"].values():
-            out["attention"] = look(model, tok, prep, settings, items=2 if tiny else 32)
+            out["attention"] = look(model, tok, prep, settings, 2 if tiny else 32)
         if run.startswith(("selection", "index")):
             out["far"] = far(model, tok, corpus(s["text"], s["corpus_bytes"]), s["context"], *((2, 4) if tiny else (16, 100)))
     return out
@@ -381,12 +362,8 @@ def time_vit(tiny):
 
     Two kinds of clip: as in training, and a long one of larger pictures, where full 3D attention begins to weigh.
     """
-    import torch
-
-    import model as m3
-    import vit3d
-
-    device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
+    gpu = torch.cuda.is_available() and not tiny
+    device, wait = ("cuda", torch.cuda.synchronize) if gpu else ("cpu", lambda: None)
     preset, out = "tiny" if tiny else "study", {}
     for what, clips, frames, side in (("short", 2, 8, 56), ("long", 1, 16, 56)) if tiny else (("short", 64, 8, 112), ("long", 1, 64, 448)):
         rows = {}
@@ -396,12 +373,11 @@ def time_vit(tiny):
             vit = vit3d.ViT(c).to(device).eval()
             cut = [vit3d.patchify(torch.randn(frames, 3, side, side), c.patch_size, 1, c.spatial_merge_size, each) for _ in range(clips)]
             patches, grids = torch.cat([p for p, _ in cut]).to(device), torch.cat([g for _, g in cut])
-            wait = torch.cuda.synchronize if device == "cuda" else lambda: None
             times, memory = [], None
-            with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+            with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=gpu):
                 vit(patches, grids)
                 wait()
-                if device == "cuda":
+                if gpu:
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
                 for _ in range(1 if tiny else 7):
@@ -409,9 +385,9 @@ def time_vit(tiny):
                     vit(patches, grids)
                     wait()
                     times.append((time.perf_counter() - began) * 1e3)
-                if device == "cuda":
+                if gpu:
                     memory = (torch.cuda.max_memory_allocated() - before) / 2**20 / clips
-            rows[each] = {"ms": sorted(times)[len(times) // 2] / clips, "mib": memory}
+            rows[each] = {"ms": median(times) / clips, "mib": memory}
         out[what] = {"frames": frames, "pixels": side, "clips": clips, "by_frames_per_segment": rows}
     return out
 
@@ -421,8 +397,6 @@ def time_vit(tiny):
 
 
 def hardware(tiny):
-    import torch
-
     name = torch.cuda.get_device_name() if torch.cuda.is_available() and not tiny else f"{os.cpu_count()} CPU cores"
     return {"hardware": name, "torch": torch.__version__}
 
@@ -441,8 +415,6 @@ def train_run(run, seed, out, tiny, parallel):
     argv = [*flags_of(run, out, tiny), "--seed", str(seed), "--out_dir", str(folder), "--overwrite", "--workers", str(workers)]
     with open(folder / "train.log", "w") as log:
         if tiny and parallel == 1:
-            import train
-
             handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
             try:
                 with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -467,17 +439,12 @@ def read_results(results, tiny):
     for file in sorted(results.glob("*.json")):
         try:
             r = json.loads(file.read_text())
-            known = "run" in r or file.stem == "frames-timing"
-        except (ValueError, TypeError):
-            known = False
-        if not known:
-            raise ValueError(f"{file} is not a result of study.py: delete it, or keep it elsewhere")
-        if "run" in r:
-            if r["run"] not in RUNS or r["command"] != command_of(r["run"], r["seed"], tiny):
-                raise ValueError(f"{file} was made by another command ({r['command']}): delete it, or keep it elsewhere")
-            found[r["run"], r["seed"]] = r
-        else:
-            found["timing"] = r
+            key = "timing" if file.stem == "frames-timing" and "run" not in r else (r["run"], r["seed"])
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file} is not a result of study.py: delete it, or keep it elsewhere") from None
+        if key != "timing" and (r["run"] not in RUNS or r["command"] != command_of(*key, tiny)):
+            raise ValueError(f"{file} was made by another command ({r['command']}): delete it, or keep it elsewhere")
+        found[key] = r
     return found
 
 
@@ -498,11 +465,8 @@ def write_json(path, what):
 
 def prepare(jobs, out, tiny):
     """What several runs would all begin with is made once, before them: woven text, tokens, drawings."""
-    import data
-    import train
-
     if any(RUNS[run].startswith("LONG") for run, _ in jobs):
-        write_needles(out / "needles", HERE / "train.py" if tiny else None, 10**5 if tiny else 4 * 10**7)
+        write_needles(out, tiny)
     for run, _ in jobs:
         s = train.settle(train.parse(flags_of(run, out, tiny)))
         corpus(s.get("text"), s["corpus_bytes"])
@@ -562,6 +526,7 @@ def mass(kind, pick):
 
 
 BITS = ("bits a byte", 3, lambda r: r["final"]["bits_per_byte"])
+CAPTURED = ("attention captured (%)", 1, percent("far", "captured"))
 SIGHT = [("known picture (%)", 1, percent("final", "picture")), ("scene (%)", 1, percent("final", "scene")), ("clip (%)", 1, percent("final", "clip")),
          ("question (%)", 1, percent("final", "question")), ("motion of an unseen picture (%)", 1, percent("final", "unseen_clip"))]  # fmt: skip
 COLUMNS = {  # title, digits, what to take of a result
@@ -577,14 +542,14 @@ COLUMNS = {  # title, digits, what to take of a result
     "selection": [
         BITS,
         ("nats a token, second half", 3, lambda r: r["far"]["late_loss"]),
-        ("attention captured (%)", 1, percent("far", "captured")),
+        CAPTURED,
         ("overlap of KV heads (%)", 1, percent("far", "overlap")),
     ],  # and the needle at each distance
     "frames": SIGHT,  # and the times of the ViT
     "index": [
         BITS,
         ("blocks recalled (%)", 1, percent("far", "block_recall")),
-        ("attention captured (%)", 1, percent("far", "captured")),
+        CAPTURED,
         ("index KL", 3, lambda r: r["last"]["index_kl"]),
         ("gradient norm, mean", 2, lambda r: r["grad_norm_mean"]),
         ("largest", 2, lambda r: r["grad_norm_max"]),
@@ -592,9 +557,14 @@ COLUMNS = {  # title, digits, what to take of a result
 }
 
 
-def spread(values, digits):
-    """[numbers or None, a seed each] -> "mean (lowest to highest)"."""
-    values = [v for v in values if v is not None]
+def numbers(results, get):
+    """What get finds in results, without None."""
+    return [v for v in map(get, results) if v is not None]
+
+
+def spread(results, digits, get):
+    """-> "mean (lowest to highest)" of what get finds."""
+    values = numbers(results, get)
     if not values:
         return "-"
     text = f"{average(values):.{digits}f}"
@@ -604,6 +574,11 @@ def spread(values, digits):
 def of_row(found, run):
     """The results of a run, by seed."""
     return [found[k] for k in sorted(k for k in found if k[0] == run)]
+
+
+def clips(found):
+    """The two kinds of clip that time_vit timed; none if it did not run."""
+    return [t for t in found.get("timing", {}).values() if isinstance(t, dict)]
 
 
 def distances(found):
@@ -627,11 +602,12 @@ def table(name, found):
         columns += [(f"needle, {d:,} tokens back (%)", 0, lambda r, d=d: 100 * r["far"]["needle"][str(d)]) for d in distances(found)]
         columns.append(("its tokens, nats each, over all distances", 2, lambda r: average(r["far"]["needle_nats"].values())))
     lines = [f"# {name}", "", CLAIMS[name], ""]
-    timing = found.get("timing", {}) if name == "frames" else {}
-    heads = [*(t for t, _, _ in columns)]
-    for t in timing.values():
-        if isinstance(t, dict):
-            heads += [f"ViT, a clip of {t['frames']} x {t['pixels']} px (ms)"] + (["its memory (MiB)"] if next(iter(t["by_frames_per_segment"].values()))["mib"] else [])
+    timed = clips(found) if name == "frames" else []
+    heads = [title for title, _, _ in columns]
+    for t in timed:
+        heads.append(f"ViT, a clip of {t['frames']} x {t['pixels']} px (ms)")
+        if t["by_frames_per_segment"]["1"]["mib"]:
+            heads.append("its memory (MiB)")
     lines += ["| " + " | ".join(["", *heads, "seeds", "run"]) + " |", "|" + "---|" * (len(heads) + 3)]
     missing, chance = [], {}
     for label, run in ROWS[name].items():
@@ -639,12 +615,10 @@ def table(name, found):
         if not rows:
             missing.append(label)
             continue
-        cells = [label, *(spread([get(r) for r in rows], digits) for _, digits, get in columns)]
-        for t in timing.values():
-            if isinstance(t, dict):
-                each = label.split()[0] if label != "8 (unlimited)" else str(t["frames"])
-                x = t["by_frames_per_segment"][each]
-                cells += [f"{x['ms']:.2f}"] + ([f"{x['mib']:.1f}"] if x["mib"] else [])
+        cells = [label, *(spread(rows, digits, get) for _, digits, get in columns)]
+        for t in timed:
+            x = t["by_frames_per_segment"][str(t["frames"]) if "unlimited" in label else label.split()[0]]
+            cells += [f"{x['ms']:.2f}"] + ([f"{x['mib']:.1f}"] if x["mib"] else [])
         lines.append("| " + " | ".join([*cells, str(len(rows)), f"`{run}`"]) + " |")
         chance |= rows[0].get("chance", {})
     if chance and name in ("recipes", "frames"):
@@ -664,8 +638,7 @@ def table(name, found):
 def dots(ax, rows, get, color, marker="o", label=None, shift=0.0):
     """A row a label from top to bottom: every seed a small dot, their mean a marker, a line from lowest to highest."""
     for i, results in enumerate(rows):
-        values = [v for v in (get(r) for r in results) if v is not None]
-        if values:
+        if values := numbers(results, get):
             y = i + shift
             ax.plot([min(values), max(values)], [y, y], color=color, lw=1.5, alpha=0.6)
             ax.plot(values, [y] * len(values), ".", color=color, ms=4, alpha=0.6)
@@ -679,8 +652,9 @@ def name_rows(ax, labels):
     ax.grid(axis="x", alpha=0.3)
 
 
-def draw_recipes(plt, found, labels, rows):
-    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 0.42 * len(labels) + 1.9), sharey=True, layout="constrained")
+def draw_recipes(found, labels, rows):
+    fig = Figure(figsize=(8.5, 0.42 * len(labels) + 1.9), layout="constrained")
+    a, b = fig.subplots(1, 2, sharey=True)
     dots(a, rows, BITS[2], "tab:blue")
     a.set_xlabel("text, bits a byte (less is better)")
     for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
@@ -692,26 +666,27 @@ def draw_recipes(plt, found, labels, rows):
     return fig
 
 
-def draw_frames(plt, found, labels, rows):
-    fig, (a, b) = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
-    for k, ((title, _, get), marker) in enumerate(zip(SIGHT, "osD^v")):
-        points = [(i, [v for v in map(get, results) if v is not None]) for i, results in enumerate(rows)]
-        points = [(i, v) for i, v in points if v]
+def draw_frames(found, labels, rows):
+    fig = Figure(figsize=(8.5, 3.4), layout="constrained")
+    a, b = fig.subplots(1, 2)
+    for (title, _, get), marker in zip(SIGHT, "osD^v"):
+        points = [(i, values) for i, results in enumerate(rows) if (values := numbers(results, get))]
         if points:
-            x, mean = [i for i, _ in points], [average(v) for _, v in points]
-            low, high = [m - min(v) for m, (_, v) in zip(mean, points)], [max(v) - m for m, (_, v) in zip(mean, points)]
-            a.errorbar(x, mean, (low, high), marker=marker, ms=5, capsize=3, label=title.removesuffix(" (%)"))
+            x, seeds = zip(*points)
+            mean = [average(v) for v in seeds]
+            reach = [m - min(v) for m, v in zip(mean, seeds)], [max(v) - m for m, v in zip(mean, seeds)]
+            a.errorbar(x, mean, reach, marker=marker, ms=5, capsize=3, label=title.removesuffix(" (%)"))
     a.set_xticks(range(len(labels)), labels)
     a.set(xlabel="frames a segment", ylabel="held out, exact answers (%)", ylim=(-3, 103))
     a.grid(alpha=0.3)
     a.legend(fontsize=7)
-    for t in (found.get("timing") or {}).values():
-        if isinstance(t, dict):
-            each = {int(k): x["ms"] for k, x in t["by_frames_per_segment"].items()}
-            b.plot(each.keys(), [x / each[1] for x in each.values()], marker="o", label=f"{t['frames']} frames of {t['pixels']} px: {each[1]:.2f} ms at 1")
-            b.set(xscale="log", xlabel="frames a segment", ylabel="ViT, time of a clip (1 frame a segment = 1)")
-            b.set_xticks(list(each), list(each))
-            b.minorticks_off()
+    for t in clips(found):
+        each = {int(k): x["ms"] for k, x in t["by_frames_per_segment"].items()}
+        label = f"{t['frames']} frames of {t['pixels']} px: {each[1]:.2f} ms at 1"
+        b.plot(each.keys(), [x / each[1] for x in each.values()], marker="o", label=label)
+        b.set(xscale="log", xlabel="frames a segment", ylabel="ViT, time of a clip (1 frame a segment = 1)")
+        b.set_xticks(list(each), list(each))
+        b.minorticks_off()
     b.grid(alpha=0.3)
     if b.lines:
         b.set_ylim(0, 1.1 * max(y for line in b.lines for y in line.get_ydata()))
@@ -719,8 +694,8 @@ def draw_frames(plt, found, labels, rows):
     return fig
 
 
-def draw_selection(plt, found, labels, rows):
-    fig = plt.figure(figsize=(8.5, 5.6))
+def draw_selection(found, labels, rows):
+    fig = Figure(figsize=(8.5, 5.6))
     top, bottom = fig.add_gridspec(2, 1, height_ratios=(1, 0.95), hspace=0.35, left=0.09, right=0.985, top=0.97, bottom=0.1)
     a, b = (fig.add_subplot(g) for g in top.subgridspec(1, 2, wspace=0.25))
     dots(a, rows, lambda r: r["far"]["late_loss"], "tab:blue")
@@ -753,61 +728,54 @@ def draw_selection(plt, found, labels, rows):
     return fig
 
 
-def draw_index(plt, found, labels, rows):
-    fig, axes = plt.subplots(2, 2, figsize=(8.5, 6.4), height_ratios=(1, 1.15), layout="constrained")
+def draw_index(found, labels, rows):
+    fig = Figure(figsize=(8.5, 6.4), layout="constrained")
+    axes = fig.subplots(2, 2, height_ratios=(1, 1.15))
     by_label = dict(zip(labels, rows))
     chosen = [label for label in labels if not re.fullmatch(r"\d+x\d+", label)]
-    for ax, (title, get), color in zip(axes[0], (("text, bits a byte", BITS[2]), ("attention captured (%)", percent("far", "captured"))), ("tab:blue", "tab:green")):
+    for ax, heat, (title, digits, get), of, color in zip(*axes, (BITS, CAPTURED), ("text, ", ""), ("tab:blue", "tab:green")):
         dots(ax, [by_label[label] for label in chosen], get, color)
         name_rows(ax, chosen)
-        ax.set_xlabel(title)
+        ax.set_xlabel(of + title)
+        cells = np.full((len(SIZES), len(KEPT)), math.nan)
+        for i, j in np.ndindex(cells.shape):
+            label = f"{SIZES[i]}x{KEPT[j]}"
+            for r in by_label.get(label, by_label["baseline"])[:1]:
+                cells[i, j] = get(r)
+                said = f"{cells[i, j]:.{digits}f}\n{SIZES[i] * KEPT[j]:,} kept"
+                box = {"color": "black", "alpha": 0.45, "pad": 1.5}
+                heat.text(j, i, said, ha="center", va="center", fontsize=8, color="white", bbox=box)
+        heat.imshow(cells, cmap="viridis")
+        heat.set(title=title, xlabel="blocks kept", ylabel="tokens a block")
+        heat.set_xticks(range(len(KEPT)), KEPT)
+        heat.set_yticks(range(len(SIZES)), SIZES)
     axes[0][1].set_yticklabels([])
-    sizes, kept = (32, 64, 128), (4, 8, 16)
-    for ax, (title, digits, get) in zip(axes[1], (BITS, ("attention captured (%)", 1, percent("far", "captured")))):
-        cells = [[next((get(r) for r in by_label["baseline" if (b, k) == (32, 8) else f"{b}x{k}"]), math.nan) for k in kept] for b in sizes]
-        ax.imshow(cells, cmap="viridis")
-        for i, row in enumerate(cells):
-            for j, x in enumerate(row):
-                if not math.isnan(x):
-                    ax.text(j, i, f"{x:.{digits}f}\n{sizes[i] * kept[j]:,} kept", ha="center", va="center", fontsize=8, color="white", bbox={"color": "black", "alpha": 0.45, "pad": 1.5})
-        ax.set(title=title, xlabel="blocks kept", ylabel="tokens a block")
-        ax.set_xticks(range(3), kept)
-        ax.set_yticks(range(3), sizes)
     return fig
 
 
-def draw_attention(plt, found, labels, rows):
-    import numpy as np
-
-    import data
-    import train
-
+def draw_attention(found, labels, rows):
     some = [(label, results[0]) for label, results in zip(labels, rows) if results]
     maps = [r["attention"]["maps"] for _, r in some]
     tall = 1.95 * len(maps[0])
-    fig = plt.figure(figsize=(8.5, 2.9 + tall))  # heat maps 1.6 inches high, a scene 1.95
+    fig = Figure(figsize=(8.5, 2.9 + tall))  # heat maps 1.6 inches high, a scene 1.95
     whole = {"left": 0.06, "right": 0.98}
     top = fig.add_gridspec(1, 1, top=1 - 0.25 / (2.9 + tall), bottom=1 - 1.85 / (2.9 + tall), **whole)[0]
     bottom = fig.add_gridspec(1, 1, top=1 - 2.45 / (2.9 + tall), bottom=0.45 / (2.9 + tall), **whole)[0]
     cells = top.subgridspec(1, 2, wspace=0.15)
-    means = []
-    for label, results in zip(labels, rows):
-        each = [r["attention"]["mass"]["scene"] for r in results]
-        means.append((label, [[100 * average(x) for x in zip(*layers)] for layers in zip(*each)]))
-    most = max([x for _, m in means for layer in m for x in layer] or [1])
-    axes = []
-    for cell, (label, m) in zip(cells, means):
-        if m:
+    masses = [[r["attention"]["mass"]["scene"] for r in results] for results in rows]  # of each row [seeds][layers][heads]
+    means = [100 * np.mean(m, 0) if m else None for m in masses]
+    most = max(m.max() for m in means if m is not None)
+    for cell, label, m in zip(cells, labels, means):
+        if m is not None:
             ax = fig.add_subplot(cell)
-            axes.append(ax)
             drawn = ax.imshow(m, cmap="inferno", vmin=0, vmax=most, aspect="auto")
             ax.set_title(f"{label}: attention of caption words on pixels (%)", fontsize=8)
             ax.set_xlabel("head", fontsize=8, labelpad=1)
             ax.set_ylabel("layer", fontsize=8)
-            ax.set_xticks(range(len(m[0])))
-            ax.set_yticks(range(len(m)))
+            ax.set_xticks(range(m.shape[1]))
+            ax.set_yticks(range(m.shape[0]))
             ax.tick_params(labelsize=7)
-    fig.colorbar(drawn, ax=axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
+    fig.colorbar(drawn, ax=fig.axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
     s = train.settle(train.parse(shlex.split(some[0][1]["command"])[2:]))
     scenes = data.heldout("scene", len(maps[0]), data.Pictures(s["canvas"], s["pictures"] or None))
     grid = bottom.subgridspec(len(scenes), 2 * len(some), hspace=0.15, wspace=0.05)
@@ -831,29 +799,26 @@ def draw(name, found, results):
     rows = [of_row(found, run) for run in ROWS[name].values()]
     if not any(rows):
         return f"{name}: no run is finished"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     (results / f"{name}.md").write_text(table(name, found))
-    plt.rcParams.update({"font.size": 8.5})
-    fig = globals()[f"draw_{name}"](plt, found, labels, rows)
-    if fig.get_layout_engine():  # the others place everything themselves
-        fig.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))  # left, bottom, width, height: room for the note
-    note = about(name, found) + (".\nScenes never seen in training, lit where the words look (first seed; one scale a row). Pictures: OpenMoji, CC BY-SA 4.0" if name == "attention" else "")
-    fig.text(0.01, 0.006, note, fontsize=6.5, va="bottom")
-    fig.savefig(results / f"{name}.png", dpi=150)
-    plt.close(fig)
+    note = about(name, found)
+    if name == "attention":
+        note += ".\nScenes never seen in training, lit where the words look (first seed; one scale a row). Pictures: OpenMoji, CC BY-SA 4.0"
+    with matplotlib.rc_context({"font.size": 8.5}):
+        fig = globals()[f"draw_{name}"](found, labels, rows)
+        if fig.get_layout_engine():  # the others place everything themselves
+            fig.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))  # left, bottom, width, height: room for the note
+        fig.text(0.01, 0.006, note, fontsize=6.5, va="bottom")
+        fig.savefig(results / f"{name}.png", dpi=150)
     return f"{name}: {sum(map(len, rows))} runs in {results / name}.md and .png"
 
 
 def main(argv=None):
     args, began = parse(argv), time.monotonic()
+    out = Path(args.out or OUT[args.tiny])
     if args.ckpt and args.name != "needle":
         raise ValueError(f"--ckpt belongs to needle, not to {args.name}")
     if args.name == "needle":
-        return needle(args.ckpt, Path(args.out) if args.out else OUT[args.tiny], args.tiny)
+        return needle(args.ckpt, out, args.tiny)
     if args.name not in (*ROWS, "all"):
         raise ValueError(f"there is no experiment {args.name!r}: only {', '.join(ROWS)}, all and needle")
     if args.parallel < 1:
@@ -861,7 +826,6 @@ def main(argv=None):
     if args.minutes is not None and not args.minutes >= 0:
         raise ValueError(f"--minutes must not be negative, not {args.minutes}")
     names = list(ROWS) if args.name == "all" else [args.name]
-    out = Path(args.out) if args.out else OUT[args.tiny]
     results = out / "results" if args.tiny else HERE / "results" / "study"
     jobs = plan(names, args.seeds, args.only)
     if not jobs:
@@ -869,8 +833,6 @@ def main(argv=None):
     results.mkdir(parents=True, exist_ok=True)
     found, failed, left = read_results(results, args.tiny), 0, 0
     if not args.redraw:
-        import torch
-
         jobs = [job for job in jobs if job not in found]
         timed = "frames" in names and "timing" not in found
         if (jobs or timed) and not args.tiny and not torch.cuda.is_available():
@@ -889,12 +851,8 @@ def main(argv=None):
     return 0
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except (ValueError, OSError) as e:
