@@ -73,6 +73,17 @@ def timed(f, repeats=7, warmup=2):
     return times[len(times) // 2], times[-1] - times[0], torch.cuda.max_memory_allocated() - before
 
 
+def kernel_us(f, n=10):
+    """Microseconds of each GPU kernel of f, the mean of n calls."""
+    if not GPU:
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        for _ in range(n):
+            f()
+        torch.cuda.synchronize()
+    return {e.key[:60]: e.self_device_time_total / n for e in p.key_averages() if e.self_device_time_total}
+
+
 def ceilings():
     n = 8192 if GPU else 256
     a, b = (torch.randn(n, n, device=DEVICE, dtype=DTYPE) for _ in range(2))
@@ -128,14 +139,21 @@ class Table:
         row = {"operator": operator, "T": T, "selection": kind, "ms": ms, "spread_ms": spread}
         row |= {"tflops": work / ms / 1e9, "extra_gb": max(0, memory - result_bytes) / 2**30}
         if split and GPU:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
-                f()
-                torch.cuda.synchronize()
-            row["kernels_ms"] = {e.key[:60]: e.self_device_time_total / 1e3 for e in p.key_averages() if e.self_device_time_total}
+            row["kernels_ms"] = {name: us / 1e3 for name, us in kernel_us(f, 1).items()}
         self.rows.append(row)
         rate = f"{row['tflops']:9.0f}" if work else " " * 9
         print(f"{operator:38}{T:8}{kind:>11}" + figures(f"{ms:10.3f}{spread:8.3f}{rate}{row['extra_gb']:10.2f}"), flush=True)
         return ms
+
+    def both(self, name, T, kind, forward, inputs, dout, work, repeats):
+        """A row for forward and one for backward -> their summed time, or None if one of them failed."""
+        ms = self.add(f"{name} forward", T, kind, forward, work, dout.nbytes, repeats)
+        if ms is None:
+            return None
+        out = forward()
+        backward = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        more = self.add(f"{name} backward", T, kind, backward, 2.5 * work, 3 * dout.nbytes, repeats)
+        return None if more is None else ms + more
 
     def skip(self, operator, T, kind, why):
         self.rows.append({"operator": operator, "T": T, "selection": kind, "skipped": why})
@@ -148,9 +166,8 @@ def ours(table, T, x, block, K, repeats):
     H, Hkv, D, scale, run = q.shape[2], k.shape[2], q.shape[3], q.shape[3] ** -0.5, torch.ops.nanom3
     sparse, _ = flops(T, H, D, block, K)
     scores = 2 * Hkv * ik.shape[2] * T * (T + block) / 2
-    total = table.add(
-        "select_blocks", T, "", lambda: run.select_blocks(iq, ik, block, K, None), scores, 4 * T * Hkv * K, repeats, True
-    )
+    select = lambda: run.select_blocks(iq, ik, block, K, None)
+    total = table.add("select_blocks", T, "", select, scores, 4 * T * Hkv * K, repeats, True)
 
     def attention(kind):
         ids = selection(kind, T, Hkv, block, K)
@@ -165,6 +182,9 @@ def ours(table, T, x, block, K, repeats):
         )
 
     times = {kind: attention(kind) for kind in SELECTIONS}["random"]
+    rows = torch.randn(min(65536, T * Hkv), -(-T // block), device=DEVICE)  # as many as select_blocks ranks, to compare
+    keep = min(K, rows.shape[1])
+    table.add(f"torch.topk of {len(rows)} rows", T, "", lambda: rows.topk(keep, -1), 0, len(rows) * keep * 12, repeats)
     return None if None in (total, *times) else total + sum(times)
 
 
@@ -174,34 +194,21 @@ def dense(table, T, x, repeats):
     work = flops(T, q.shape[1], q.shape[3], 1, T)[1]
     qkv = [y.repeat_interleave(q.shape[1] // y.shape[1], 1).detach().requires_grad_() for y in (q, k, v)]  # they want equal heads
     forward = lambda: F.scaled_dot_product_attention(*qkv, is_causal=True)
-
-    def both(name):
-        a = table.add(f"dense {name} forward", T, "", forward, work, q.nbytes, repeats)
-        if a is None:
-            return float("inf")
-        out = forward()
-        b = table.add(f"dense {name} backward", T, "", gradients(out, qkv, do), 2.5 * work, 3 * q.nbytes, repeats)
-        return float("inf") if b is None else a + b
-
     times = []
     for name, backend in BACKENDS:
         with sdpa_kernel(backend):
-            times.append(both(name))
-    return min(times) if min(times) < float("inf") else None
-
-
-def gradients(out, inputs, dout):
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            times.append(table.both(f"dense {name}", T, "", forward, qkv, do, work, repeats))
+    return min((ms for ms in times if ms is not None), default=None)
 
 
 def peers(table, T, x, block, K, repeats):
     """Other people's kernels on the same selection."""
+    if not GPU:
+        return table.skip("peers", T, "", "no GPU")
     q, k, v, do = x[:4]
     Hkv, G = k.shape[2], q.shape[2] // k.shape[2]
     sparse, _ = flops(T, q.shape[2], q.shape[3], block, K)
     ids = selection("random", T, Hkv, block, K)
-    if not GPU:
-        return table.skip("peers", T, "", "no GPU")
     if T > 8192:
         table.skip("FlexAttention", T, "random", "its mask of T x T / block bools and its block lists do not fit")
     else:
@@ -213,17 +220,7 @@ def peers(table, T, x, block, K, repeats):
         flex = torch.compile(flex_attention)
         qkv = [y.transpose(1, 2).detach().requires_grad_() for y in (q, k, v)]
         forward = lambda: flex(*qkv, block_mask=mask, enable_gqa=True)
-        if table.add("FlexAttention forward", T, "random", forward, sparse, q.nbytes, repeats):
-            out = forward()
-            table.add(
-                "FlexAttention backward",
-                T,
-                "random",
-                gradients(out, qkv, do.transpose(1, 2)),
-                2.5 * sparse,
-                3 * q.nbytes,
-                repeats,
-            )
+        table.both("FlexAttention", T, "random", forward, qkv, do.transpose(1, 2), sparse, repeats)
     try:
         from fla.ops.nsa import parallel_nsa
     except ImportError as e:
@@ -232,9 +229,7 @@ def peers(table, T, x, block, K, repeats):
     gate = torch.ones(q.shape[:3], device=DEVICE, dtype=DTYPE)
     chosen = ids.transpose(1, 2).contiguous()  # [1,T,Hkv,K]
     forward = lambda: parallel_nsa(*qkv, g_slc=gate, block_indices=chosen, block_counts=K, block_size=block)
-    if table.add("fla parallel_nsa forward", T, "random", forward, sparse, q.nbytes, repeats):
-        out = forward()
-        table.add("fla parallel_nsa backward", T, "random", gradients(out, qkv, do), 2.5 * sparse, 3 * q.nbytes, repeats)
+    table.both("fla parallel_nsa", T, "random", forward, qkv, do, sparse, repeats)
 
 
 def cut(kind, tile):
@@ -253,52 +248,50 @@ def tiles(table, T, x, block, K, repeats):
         "kl": lambda: run.index_kl(q, k, lse, iq, ik, ids, block, None, scale)[2:],
     }
     for kind, f in kinds.items():
-        M, QC, warps, stages = usual(kind, q.dtype, q.shape[3], block)
-        more = [(M, n, w, st) for n in (QC // 2, QC, 2 * QC) for w in (4, 8) for st in (1, 2, 3)] + [(m, QC, warps, stages) for m in (M // 2, 2 * M)]
+        M, QC, warps, stages = now = usual(kind, q.dtype, q.shape[3], block)
+        others = [(M, n, w, st) for n in (QC // 2, QC, 2 * QC) for w in (4, 8) for st in (1, 2, 3)]
+        others += [(m, QC, warps, stages) for m in (M // 2, 2 * M)]
         want, best = [y.float() for y in f()], {}
-        for tile in [(M, QC, warps, stages)] if not GPU else dict.fromkeys([(M, QC, warps, stages), *more]):
+        for tile in dict.fromkeys([now, *others]) if GPU else [now]:
             kernels._tiles = lambda which, *rest, kind=kind, tile=tile: tile if which == kind else usual(which, *rest)
             ms = table.add(cut(kind, tile), T, "random", f, 0, 0, repeats)
             if ms and all(((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(f(), want)):
                 best[tile] = ms
         kernels._tiles = usual
-        fastest = min(best, key=best.get, default=None)
-        for name, tile in (("as it is", (M, QC, warps, stages)), *([("fastest", fastest)] if GPU and fastest else [])):
+        named = {"as it is": now}
+        if GPU and best:
+            named["fastest"] = min(best, key=best.get)
+        for name, tile in named.items():
             print(f"T {T}, {name}: {cut(kind, tile)}:" + (figures(f" {best[tile]:.2f} ms") if tile in best else " does not run"))
 
 
-def topk(table, T, Hkv, block, K, repeats):
-    """torch.topk on as many rows as select_blocks ranks, for comparison with its top-k (part of select_blocks above)."""
-    rows = torch.randn(min(65536, T * Hkv), -(-T // block), device=DEVICE)
-    keep = min(K, rows.shape[1])
-    table.add(f"torch.topk of {len(rows)} rows", T, "", lambda: rows.topk(keep, -1), 0, len(rows) * keep * 12, repeats)
+def panels(n, width, height, **kw):
+    """-> (figure, its n panels side by side)"""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width, height))
+    return fig, fig.subplots(1, n, **kw)
+
+
+def save(fig, path, legend=8, grid="major"):
+    for ax in fig.axes:
+        ax.legend(fontsize=legend)
+        ax.grid(alpha=0.3, which=grid)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
 
 
 def plot(rows, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    fig, axes = panels(2, 11, 4.2, sharey=True)
     for ax, direction in zip(axes, ("forward", "backward")):
         for name in sorted({r["operator"] for r in rows if r["operator"].endswith(direction)}):
             best = {r["T"]: r["ms"] for r in rows if r["operator"] == name and r["selection"] in ("", "random") and "ms" in r}
             if best:
-                ax.loglog(
-                    list(best),
-                    list(best.values()),
-                    "o-",
-                    label=name.removesuffix(" " + direction),
-                    lw=2.5 if "sparse" in name else 1.2,
-                )
+                label, width = name.removesuffix(f" {direction}"), 2.5 if "sparse" in name else 1.2
+                ax.loglog(best.keys(), best.values(), "o-", label=label, lw=width)
         ax.set(title=direction, xlabel="tokens")
-        ax.legend(fontsize=8)
-        ax.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("ms")
-    fig.tight_layout()
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
+    save(fig, path, grid="both")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -316,9 +309,10 @@ PHASES = {  # which kernels belong to which phase of a prefill
 def phases(rows):
     """The kernels' times of some rows, added up by phase -> {phase: ms}."""
     out = dict.fromkeys(PHASES, 0.0)
-    for name, ms in (item for row in rows for item in row.get("kernels_ms", {}).items()):
-        phase = next((p for p, names in PHASES.items() if any(n in name for n in names)), "inversion")
-        out[phase] += ms
+    for row in rows:
+        for name, ms in row.get("kernels_ms", {}).items():
+            phase = next((p for p, names in PHASES.items() if any(n in name for n in names)), "inversion")
+            out[phase] += ms
     return out
 
 
@@ -383,17 +377,6 @@ def recorded(f):
     return graph.replay
 
 
-def kernel_us(f, n=10):
-    """Microseconds of each GPU kernel of f, the mean of n calls."""
-    if not GPU:
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
-        for _ in range(n):
-            f()
-        torch.cuda.synchronize()
-    return {e.key[:60]: e.self_device_time_total / n for e in p.key_averages() if e.self_device_time_total}
-
-
 def decode(rows, B, S, H, Hkv, D, block, K):
     """One layer, one new token for each of B rows of S keys: adds a row for every way to `rows`, and prints it."""
     q, k, v, iq, ik = (torch.randn(B, *s, device=DEVICE, dtype=DTYPE) for s in ((1, H, D), (S, Hkv, D), (S, Hkv, D), (1, Hkv, D), (S, D)))
@@ -401,26 +384,24 @@ def decode(rows, B, S, H, Hkv, D, block, K):
     keys8 = (torch.empty(B, S, D, dtype=msa.FP8, device=DEVICE), torch.empty(B, S, device=DEVICE))
     for b in range(B):  # row by row: in fp32 all of them would be twice the size
         keys8[0][b], keys8[1][b] = msa.quantize(ik[b])
-    ids = kernels.select_blocks(iq, ik, block, K, lens)
-    both = lambda keys: kernels.sparse_attention(q, k, v, kernels.select_blocks(iq, keys, block, K, lens), block, lens)
+    select = lambda keys: kernels.select_blocks(iq, keys, block, K, lens)
+    attend = lambda ids: kernels.sparse_attention(q, k, v, ids, block, lens)
+    ids = select(ik)
     whole, read = 4 * B * S * Hkv * D, min(S, K * block) * 4 * B * Hkv * D  # bytes in bf16
     heads = [y.transpose(1, 2) for y in (q, k, v)]
 
     def sdpa(backend):
-        def f():
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*heads, enable_gqa=True)
-
-        return f
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*heads, enable_gqa=True)
 
     ways = {
-        "index and selection": (lambda: kernels.select_blocks(iq, ik, block, K, lens), ik.nbytes),
-        "index and selection, FP8 index": (lambda: kernels.select_blocks(iq, keys8, block, K, lens), ik.nbytes / 2 + 4 * B * S),
-        "sparse attention": (lambda: kernels.sparse_attention(q, k, v, ids, block, lens), read),
-        "MSA": (lambda: both(ik), ik.nbytes + read),
-        "MSA, FP8 index": (lambda: both(keys8), ik.nbytes / 2 + 4 * B * S + read),
+        "index and selection": (lambda: select(ik), ik.nbytes),
+        "index and selection, FP8 index": (lambda: select(keys8), ik.nbytes / 2 + 4 * B * S),
+        "sparse attention": (lambda: attend(ids), read),
+        "MSA": (lambda: attend(select(ik)), ik.nbytes + read),
+        "MSA, FP8 index": (lambda: attend(select(keys8)), ik.nbytes / 2 + 4 * B * S + read),
         "dense, our split-K": (lambda: kernels.dense_decode(q, k, v, lens), whole),
-        **{f"dense {name}": (sdpa(backend), whole) for name, backend in BACKENDS},
+        **{f"dense {name}": (functools.partial(sdpa, backend), whole) for name, backend in BACKENDS},
     }
     for name, (f, size) in ways.items():
         row = {"way": name, "B": B, "S": S, "Hkv": Hkv, "bytes": size}
@@ -490,12 +471,7 @@ def hardware(S, block, K, Hkv, D):
 
 
 def plot_long(report, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 3, figsize=(15, 4.4))
+    fig, axes = panels(3, 15, 4.4)
     for name in sorted({n for p in report["prefill"] for n in p["ms"]}):
         line = [(p["T"], p["ms"][name]) for p in report["prefill"] if name in p["ms"]]
         axes[0].loglog(*zip(*line), "o-" if "MSA" in name else "s--", label=name)
@@ -514,24 +490,15 @@ def plot_long(report, path):
             if line:
                 axes[2].loglog(*zip(*line), style, color=f"C{i}", label=f"{way}, {B} rows")
     axes[2].set(title="one new token a row, one layer, in a CUDA graph", xlabel="tokens in the cache", ylabel="microseconds")
-    for ax in axes:
-        ax.legend(fontsize=7)
-        ax.grid(alpha=0.3, which="both")
-    fig.tight_layout()
-    fig.savefig(path / "longcontext.png", dpi=130)
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4))
+    save(fig, path / "longcontext.png", legend=7, grid="both")
+    fig, axes = panels(2, 11, 4)
     axes[0].barh(list(report["read_tbs"]), list(report["read_tbs"].values()))
     axes[0].axvline(report["copy_tbs"], color="gray", ls="--", label="a large copy")
     axes[0].set(title="reading half of the keys", xlabel="TB/s")
     for what in ("tokens", "blocks", "blocks, ours"):
         axes[1].loglog([r["S"] for r in report["topk_us"]], [r[what] for r in report["topk_us"]], "o-", label=f"top-k over {what}")
     axes[1].set(title=f"choosing 2,048 tokens, or 16 blocks of 128; {report['topk_us'][0]['rows']} rows", xlabel="tokens", ylabel="microseconds")
-    for ax in axes:
-        ax.legend(fontsize=8)
-        ax.grid(alpha=0.3)
-    fig.tight_layout()
-    fig.savefig(path / "hardware.png", dpi=130)
-    plt.close("all")
+    save(fig, path / "hardware.png")
 
 
 def long(report, lengths, batches, H, Hkv, D, block, K, out):
@@ -542,9 +509,9 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
         report["prefill"].append({"T": T, "ms": ms, "phases_ms": parts, "fp8_keeps": kept})
     rows = report["decode"]
     print(f"{'one new token a row':34}{'B':>4}{'S':>10}{'Hkv':>5}" + (f"{'launched us':>12}{'graph us':>12}{'TB/s':>10}" if GPU else ""))
-    for S in lengths:
-        for B in batches:
-            decode(rows, B, S, H, Hkv, D, block, K)
+    sizes = [(S, B) for S in lengths for B in batches]
+    for S, B in sizes:
+        decode(rows, B, S, H, Hkv, D, block, K)
     decode(rows, 1, lengths[-1], H, 2 * Hkv, D, block, K)  # MiniMax M2 has twice the KV heads: the other baseline
     report["read_tbs"], report["topk_us"] = hardware(2**20 if GPU else 128, block, K, Hkv, D)
     report["ratios"] = ratios = []
@@ -553,18 +520,18 @@ def long(report, lengths, batches, H, Hkv, D, block, K, out):
         for way in ("MSA", "MSA, FP8 index"):
             if dense and way in p["ms"]:
                 ratios.append({"what": "prefill", "way": way, "T": p["T"], "dense_over_msa": dense / p["ms"][way]})
-    for S in lengths:
-        for B in batches:
-            dense = best(rows, B, S, "dense", Hkv)
-            for way in ("MSA", "MSA, FP8 index"):
-                if dense and (us := best(rows, B, S, way, Hkv)):
-                    ratios.append({"what": "decode", "way": way, "B": B, "S": S, "dense_over_msa": dense / us})
-                    if B == 1 and S == lengths[-1] and (wide := best(rows, 1, S, "dense", 2 * Hkv)):
-                        ratios[-1]["dense_of_twice_the_kv_heads_over_msa"] = wide / us
-    for r in ratios if GPU else ():
-        print(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" if k in ("what", "way") else f"{k} {v:,}" for k, v in r.items()))
-    ahead = [r["T"] for r in ratios if r["what"] == "prefill" and r["way"] == "MSA" and r["dense_over_msa"] > 1]
+    for S, B in sizes:
+        dense = best(rows, B, S, "dense", Hkv)
+        for way in ("MSA", "MSA, FP8 index"):
+            if dense and (us := best(rows, B, S, way, Hkv)):
+                ratios.append({"what": "decode", "way": way, "B": B, "S": S, "dense_over_msa": dense / us})
+                if B == 1 and S == lengths[-1] and (wide := best(rows, 1, S, "dense", 2 * Hkv)):
+                    ratios[-1]["dense_of_twice_the_kv_heads_over_msa"] = wide / us
     if GPU:
+        for r in ratios:
+            numbers = [f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in list(r.items())[2:]]
+            print(", ".join([r["what"], r["way"], *numbers]))
+        ahead = [r["T"] for r in ratios if r["what"] == "prefill" and r["way"] == "MSA" and r["dense_over_msa"] > 1]
         print(f"prefill: MSA is faster from {min(ahead):,} tokens on, of those timed" if ahead else "prefill: dense is faster at every length timed")
     for p in report["prefill"]:
         if p["fp8_keeps"] is not None:
@@ -582,14 +549,9 @@ def whole(ckpt, lengths, out, windows=2, most=512, steps=20):
     text (`most` tokens in each of `windows` places) after the L tokens that stand before it, and the time of a decoding step there,
     on a GPU in a CUDA graph. Training text stands before the validation text, so that there is enough. Writes wholemodel.json
     and .png to the folder `out`."""
-    import matplotlib
-
     import data
     import sample
     from model import Cache
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     model, tok, _, settings = sample.load(ckpt)
     text = data.Corpus(tok)
@@ -623,19 +585,15 @@ def whole(ckpt, lengths, out, windows=2, most=512, steps=20):
     where = torch.cuda.get_device_name() if GPU else "CPU"
     report = {"device": where, "torch": torch.__version__, "model": {k: settings[k] for k in ("preset", "recipe", "step", "context")}, "text": text.report, "rows": rows}
     (out / "wholemodel.json").write_text(json.dumps(report, indent=1))
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.6))
+    fig, axes = panels(2, 10, 3.6)
     for ax, key, label in ((axes[0], "loss", "loss (nats a token)"), (axes[1], "us", "microseconds for a new token")):
         for way in ("as trained", "dense"):
             ax.plot(lengths, [r[key] for r in rows if r["way"] == way], "o-", label=way)
         ax.axvline(settings["context"], color="grey", lw=0.8, ls=":", label="trained on")
         ax.set(xscale="log", xlabel="tokens of context", ylabel=label)
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
     axes[1].set_yscale("log")
     fig.suptitle(f"preset {settings['preset']}, {where}", fontsize=9)
-    fig.tight_layout()
-    fig.savefig(out / "wholemodel.png", dpi=130)
-    plt.close("all")
+    save(fig, out / "wholemodel.png")
     print(f"wrote {out / 'wholemodel.json'} and {out / 'wholemodel.png'}")
 
 
@@ -666,9 +624,10 @@ def main(argv=None):
     report = {
         "device": torch.cuda.get_device_name() if GPU else "CPU, interpreted",
         "torch": torch.__version__,
-        "triton": kernels.triton.__version__,
+        "triton": triton.__version__,
+        "shape": {"B": 1, "H": H, "Hkv": Hkv, "D": D, "Di": D, "block": block, "K": K, "dtype": str(DTYPE)},
+        **ceilings(),
     }
-    report |= {"shape": {"B": 1, "H": H, "Hkv": Hkv, "D": D, "Di": D, "block": block, "K": K, "dtype": str(DTYPE)}, **ceilings()}
     print(f"{report['device']}, torch {report['torch']}, Triton {report['triton']}, {DTYPE}")
     print(f"{H} query heads in {Hkv} groups, dims {D}, blocks of {block}, {K} kept")
     if GPU:
@@ -685,21 +644,19 @@ def main(argv=None):
             tiles(table, T, x, block, K, repeats)
             continue  # nothing else is timed, nothing is written
         mine = ours(table, T, x, block, K, repeats)
-        topk(table, T, Hkv, block, K, repeats)
         theirs = dense(table, T, x, repeats)
         if args.peers:
             peers(table, T, x, block, K, repeats)
         if mine and theirs:
             totals[T] = theirs / mine
-    for T, times in totals.items() if GPU else ():
-        print(
-            f"T {T}: index, forward, backward and KL together are {times:.2f} times as fast as the best dense forward + backward"
-        )
-    slower = [T for T, times in totals.items() if times < 1]
-    if GPU and slower:
-        print(f"dense attention is faster up to {max(slower)} tokens")
     if args.tiles:
         return
+    if GPU:
+        for T, times in totals.items():
+            together = "index, forward, backward and KL together"
+            print(f"T {T}: {together} are {times:.2f} times as fast as the best dense forward + backward")
+        if slower := [T for T, times in totals.items() if times < 1]:
+            print(f"dense attention is faster up to {max(slower)} tokens")
     report |= {"rows": table.rows, "dense_over_ours": totals}
     out.mkdir(parents=True, exist_ok=True)
     (out / "kernels.json").write_text(json.dumps(report, indent=1))
