@@ -101,9 +101,9 @@ CLAIMS = {
     "index": "The talk: the index branch learns by imitation, detached from the rest, after a warm-up.",
 }
 # What the rehearsal changes. The flags in RUNS come after these, so they win.
-TINY = ["--preset", "tiny", "--max_steps", "4", "--eval_interval", "4", "--context", "128", "--batch_size", "2", "--vision_context", "200", "--vision_rows", "2",
-        "--tasks", "single=1,scene=1,clip_of_one=1,question=1", "--pictures", "24", "--eval_items", "4", "--eval_rows", "2", "--corpus_bytes", "100000", "--index_warmup_steps", "1",
-        "--device", "cpu"]  # fmt: skip
+TINY = shlex.split("""--preset tiny --max_steps 4 --eval_interval 4 --context 128 --batch_size 2 --vision_context 200 --vision_rows 2
+    --tasks single=1,scene=1,clip_of_one=1,question=1 --pictures 24 --eval_items 4 --eval_rows 2 --corpus_bytes 100000
+    --index_warmup_steps 1 --device cpu""")
 
 
 def parse(argv=None):
@@ -527,8 +527,14 @@ def mass(kind, pick):
 
 BITS = ("bits a byte", 3, lambda r: r["final"]["bits_per_byte"])
 CAPTURED = ("attention captured (%)", 1, percent("far", "captured"))
-SIGHT = [("known picture (%)", 1, percent("final", "picture")), ("scene (%)", 1, percent("final", "scene")), ("clip (%)", 1, percent("final", "clip")),
-         ("question (%)", 1, percent("final", "question")), ("motion of an unseen picture (%)", 1, percent("final", "unseen_clip"))]  # fmt: skip
+SEEN = {  # what is asked about held-out pictures: title -> its name in an evaluation
+    "known picture (%)": "picture",
+    "scene (%)": "scene",
+    "clip (%)": "clip",
+    "question (%)": "question",
+    "motion of an unseen picture (%)": "unseen_clip",
+}
+SIGHT = [(title, 1, percent("final", kind)) for title, kind in SEEN.items()]
 COLUMNS = {  # title, digits, what to take of a result
     "recipes": [BITS, *SIGHT],
     "attention": [
@@ -622,8 +628,7 @@ def table(name, found):
         lines.append("| " + " | ".join([*cells, str(len(rows)), f"`{run}`"]) + " |")
         chance |= rows[0].get("chance", {})
     if chance and name in ("recipes", "frames"):
-        by_title = dict(zip((t for t, _, _ in SIGHT), ("picture", "scene", "clip", "question", "unseen_clip")))
-        cells = [f"{100 * chance[by_title[t]]:.2g}" if by_title.get(t) in chance else "" for t, _, _ in columns]
+        cells = [f"{100 * chance[SEEN[title]]:.2g}" if SEEN.get(title) in chance else "" for title, _, _ in columns]
         lines.append("| " + " | ".join(["*guessing*", *cells, *[""] * (len(heads) - len(cells) + 2)]) + " |")
     lines += ["", about(name, found) + ".", "", f"A row again: delete its JSON files, then `python study.py {name} --only RUN`."]
     if missing:
@@ -697,7 +702,7 @@ def draw_frames(found, labels, rows):
 def draw_selection(found, labels, rows):
     fig = Figure(figsize=(8.5, 5.6))
     top, bottom = fig.add_gridspec(2, 1, height_ratios=(1, 0.95), hspace=0.35, left=0.09, right=0.985, top=0.97, bottom=0.1)
-    a, b = (fig.add_subplot(g) for g in top.subgridspec(1, 2, wspace=0.25))
+    a, b = top.subgridspec(1, 2, wspace=0.25).subplots()
     dots(a, rows, lambda r: r["far"]["late_loss"], "tab:blue")
     a.set_xlabel("loss in the second half of the window (nats a token)")
     name_rows(a, labels)
@@ -710,21 +715,19 @@ def draw_selection(found, labels, rows):
     b.minorticks_off()
     b.grid(alpha=0.3)
     b.legend(fontsize=7, ncols=2)
-    some = next((r["far"] for r in of_row(found, "selection-msa") if "picks" in r["far"]), None)
-    if some:
-        heads = some["picks"]
-        cells = bottom.subgridspec(1, len(heads), wspace=0.1)
-        n = len(heads[0])
-        for h, queries in enumerate(heads):
-            ax = fig.add_subplot(cells[h])
-            ax.imshow([[1.0 if j in kept else 0.15 if j <= i else 0.0 for j in range(n)] for i, kept in enumerate(queries)], cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    for r in [r["far"] for r in of_row(found, "selection-msa")][:1]:
+        axes = bottom.subgridspec(1, len(r["picks"]), wspace=0.1).subplots(squeeze=False)[0]
+        axes[0].set_ylabel(f"block of the query\n(msa, layer {r['picks_layer']}, dark: kept)", fontsize=8)
+        for h, (ax, queries) in enumerate(zip(axes, r["picks"])):
+            shade = 0.15 * np.tri(len(queries))  # [blocks of queries, blocks of keys]
+            for i, kept in enumerate(queries):
+                shade[i, [j for j in kept if j >= 0]] = 1
+            ax.imshow(shade, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
             ax.set_title(f"KV head {h}", fontsize=8)
             ax.set_xlabel("block of keys", fontsize=8)
             ax.tick_params(labelsize=7)
-            if h:
-                ax.set_yticks([])
-            else:
-                ax.set_ylabel(f"block of the query\n(msa, layer {some['picks_layer']}, dark: kept)", fontsize=8)
+        for ax in axes[1:]:
+            ax.set_yticks([])
     return fig
 
 
@@ -758,10 +761,8 @@ def draw_attention(found, labels, rows):
     maps = [r["attention"]["maps"] for _, r in some]
     tall = 1.95 * len(maps[0])
     fig = Figure(figsize=(8.5, 2.9 + tall))  # heat maps 1.6 inches high, a scene 1.95
-    whole = {"left": 0.06, "right": 0.98}
-    top = fig.add_gridspec(1, 1, top=1 - 0.25 / (2.9 + tall), bottom=1 - 1.85 / (2.9 + tall), **whole)[0]
-    bottom = fig.add_gridspec(1, 1, top=1 - 2.45 / (2.9 + tall), bottom=0.45 / (2.9 + tall), **whole)[0]
-    cells = top.subgridspec(1, 2, wspace=0.15)
+    wide = {"left": 0.06, "right": 0.98}
+    cells = fig.add_gridspec(1, 2, top=1 - 0.25 / (2.9 + tall), bottom=1 - 1.85 / (2.9 + tall), wspace=0.15, **wide)
     masses = [[r["attention"]["mass"]["scene"] for r in results] for results in rows]  # of each row [seeds][layers][heads]
     means = [100 * np.mean(m, 0) if m else None for m in masses]
     most = max(m.max() for m in means if m is not None)
@@ -778,13 +779,14 @@ def draw_attention(found, labels, rows):
     fig.colorbar(drawn, ax=fig.axes, fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)
     s = train.settle(train.parse(shlex.split(some[0][1]["command"])[2:]))
     scenes = data.heldout("scene", len(maps[0]), data.Pictures(s["canvas"], s["pictures"] or None))
-    grid = bottom.subgridspec(len(scenes), 2 * len(some), hspace=0.15, wspace=0.05)
+    size = {"top": 1 - 2.45 / (2.9 + tall), "bottom": 0.45 / (2.9 + tall), "hspace": 0.15, "wspace": 0.05}
+    axes = fig.add_gridspec(len(scenes), 2 * len(some), **size, **wide).subplots(squeeze=False)
     for i, e in enumerate(scenes):
         names = re.split(r" (?:left of|above) ", e.answer)
         top_of_all = max(x for m in maps for one in m[i] for row in one for x in row)
         for k, (label, _) in enumerate(some):
             for j, words in enumerate(names):
-                ax = fig.add_subplot(grid[i, 2 * k + j])
+                ax = axes[i, 2 * k + j]
                 light = np.array(maps[k][i][j]) / top_of_all  # [h,w]
                 light = light.repeat(s["canvas"] // light.shape[0], 0).repeat(s["canvas"] // light.shape[1], 1)
                 ax.imshow(e.frames[0].transpose(1, 2, 0) / 255 * (0.1 + 0.9 * light[:, :, None]))
