@@ -30,7 +30,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -184,7 +183,7 @@ def write_needles(out, tiny):
         raw = weave(text, random.Random(content)).encode()
         (made / f"{content[:16]}.py").write_bytes(raw)
         total += len(raw)
-        if total > (10**5 if tiny else 4 * 10**7):
+        if total > 4 * 10**7:
             break
     made.replace(folder)
 
@@ -239,7 +238,8 @@ def look(model, tok, prep, settings, items):
                 ends = [len(tok.decode(answer[: j + 1])) for j in range(n - 1)]
                 h, w = (grids[0, 1:] // prep.merge_size).tolist()
                 names = [[j for j in range(n - 1) if ends[j] <= first], [j for j in range(n - 1) if ends[j] > first + 1]]
-                out["maps"].append([rounded(p.mean((0, 1))[js].mean(0).view(h, w), 5) for js in names])
+                at = p.mean((0, 1))  # [n, visual tokens]
+                out["maps"].append([rounded(at[js].mean(0).view(h, w), 5) for js in names])
         out["mass"][kind] = rounded(torch.stack(mass).mean(0), 4)
         out["uniform"][kind] = average(even)
     for m in layers:
@@ -617,8 +617,7 @@ def table(name, found):
     lines += ["| " + " | ".join(["", *heads, "seeds", "run"]) + " |", "|" + "---|" * (len(heads) + 3)]
     missing, chance = [], {}
     for label, run in ROWS[name].items():
-        rows = of_row(found, run)
-        if not rows:
+        if not (rows := of_row(found, run)):
             missing.append(label)
             continue
         cells = [label, *(spread(rows, digits, get) for _, digits, get in columns)]
@@ -740,7 +739,7 @@ def draw_index(found, labels, rows):
         dots(ax, [by_label[label] for label in chosen], get, color)
         name_rows(ax, chosen)
         ax.set_xlabel(of + title)
-        cells = np.full((len(SIZES), len(KEPT)), math.nan)
+        cells = np.full((len(SIZES), len(KEPT)), np.nan)
         for i, j in np.ndindex(cells.shape):
             label = f"{SIZES[i]}x{KEPT[j]}"
             for r in by_label.get(label, by_label["baseline"])[:1]:
