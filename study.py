@@ -319,8 +319,7 @@ def needle(ckpt, out, tiny):
     if s["context"] < 128:
         raise ValueError(f"{ckpt} has a context of {s['context']} tokens: too short to hide something in")
     model, tok, _, settings = sample.load(ckpt, s["device"] if torch.cuda.is_available() else "cpu")
-    device = next(model.parameters()).device.type
-    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=s["dtype"] == "bf16"):
+    with torch.no_grad(), sample.autocast(model):
         found = retrieval(model, tok, corpus(str(out / "needles"), None), s["context"], 4 if tiny else 100)
     print(f"{settings['path']}: step {state['step']}, attention {s['attention']}, context {s['context']:,}")
     for distance, exact, nats in found:
@@ -349,7 +348,7 @@ def measure(run, folder, tiny):
         pictures = data.Pictures(s["canvas"], s["pictures"] or None)
         asked = {k: data.heldout(k, s["eval_items"], pictures) for k in kinds}
         out["chance"] = {k: average([e.chance for e in items]) for k, items in asked.items() if items}
-    with torch.no_grad(), torch.autocast(s["device"], dtype=torch.bfloat16, enabled=s["dtype"] == "bf16"):
+    with torch.no_grad(), sample.autocast(model):
         if run in ROWS["attention"].values():
             out["attention"] = look(model, tok, prep, settings, 2 if tiny else 32)
         if run.startswith(("selection", "index")):
@@ -503,12 +502,11 @@ def run_all(jobs, out, results, args, began):
         for job in jobs:
             one(job)
     else:
-        with ThreadPoolExecutor(args.parallel) as pool:
-            try:
-                list(pool.map(one, jobs))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        pool = ThreadPoolExecutor(args.parallel)  # no `with`: that would wait for the runs which a signal is to end
+        try:
+            list(pool.map(one, jobs))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return counts
 
 

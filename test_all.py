@@ -3848,7 +3848,8 @@ def test_study_side_by_side_and_failures(tmp_path, rehearsed, monkeypatch):
 
 
 def test_study_stops_its_runs(tmp_path, rehearsed):
-    """SIGTERM once ended study.py alone: its training went on, and a new start removed the folder under it."""
+    """SIGTERM once ended study.py alone: its training went on, and a new start removed the folder under it. Later it waited until the
+    training had ended by itself."""
     argv = [sys.executable, str(HERE / "study.py"), "recipes", "--tiny", "--seeds", "0", "--only", "native", "--parallel", "2", "--out", str(tmp_path)]
     study = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
 
@@ -3867,6 +3868,7 @@ def test_study_stops_its_runs(tmp_path, rehearsed):
     said = study.communicate(timeout=60)[1]
     assert study.returncode == 1 and "stopped; the runs that are finished are kept" in said
     assert not list(children())  # at once: left alone, such a short run would soon end by itself
+    assert "done in" not in (tmp_path / "recipes-native-0" / "train.log").read_text()
 
 
 def test_study_names_a_broken_result(tmp_path):
