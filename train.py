@@ -290,22 +290,15 @@ def together(numbers):
     return x.tolist()
 
 
-def sum_gradients(params, most=1 << 25):
-    """Sum the gradients over all processes, in pieces of about `most` numbers. A parameter without a gradient here may have one elsewhere (the ViT,
+def sum_gradients(params):
+    """Sum the gradients over all processes, as one long vector. A parameter without a gradient here may have one elsewhere (the ViT,
     where this process had no pictures); without one anywhere it stays without, as in a single process."""
     found = together([float(p.grad is not None) for p in params])
-    pieces, room = [], 0
-    for p in (p for p, n in zip(params, found) if n):
-        if p.numel() > room:
-            pieces.append([])
-            room = max(most, p.numel())
-        room -= p.numel()
-        pieces[-1].append(p)
-    for piece in pieces:
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in piece])
-        torch.distributed.all_reduce(flat)
-        for p, g in zip(piece, flat.split([p.numel() for p in piece])):
-            p.grad = g.view_as(p)
+    params = [p for p, n in zip(params, found) if n]
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
+    torch.distributed.all_reduce(flat)
+    for p, g in zip(params, flat.split([p.numel() for p in params])):
+        p.grad = g.view_as(p)
 
 
 def step_flops(model, micro, per_token):
