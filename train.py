@@ -125,6 +125,7 @@ if __name__ == "__main__":
     parse()  # --help, and a flag that is none, are answered before torch is imported, which takes seconds
 
 import torch
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import data
@@ -416,8 +417,8 @@ def recall(model, batch, prep, device, autocast):
 def save(path, state):
     """Write to a temporary file, then move it into place: a reader sees the old file or the new one, never half of one."""
     tmp = path.with_suffix(".tmp")
-    size = lambda x: x.nbytes if torch.is_tensor(x) else sum(map(size, x.values() if isinstance(x, dict) else x)) if isinstance(x, (dict, list)) else 0
-    need, free = size(state), shutil.disk_usage(path.parent).free
+    need = sum(x.nbytes for x in tree_leaves(state) if torch.is_tensor(x))
+    free = shutil.disk_usage(path.parent).free
     if free < 1.02 * need:
         raise OSError(f"no room for {path}: it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; the previous checkpoint is untouched")
     try:
@@ -482,23 +483,22 @@ class Book:
 
     def __init__(self, out, rank, step, model, optimizers, constant, args):
         self.out, self.rank, self.model, self.optimizers, self.constant = out, rank, model, optimizers, constant
-        self.ckpt, path = out / "ckpt.pt", out / "log.jsonl"
-        self.step, self.saved_at, self.bad, self.whole, self.log = step, step, 0, True, []
+        self.ckpt, self.log = out / "ckpt.pt", out / "log.jsonl"
+        self.step, self.saved_at, self.bad, self.whole = step, step, 0, True
         if rank:
             return
         if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
-            for old in [self.ckpt, path, *out.glob("ckpt_*.pt")]:
-                if old.exists():
-                    old.replace(old.with_name(f"old_{old.name}"))
-        self.log = [r for r in read_log(path) if r["step"] <= step]  # rows past the checkpoint are dropped: those steps are done again
-        path.with_suffix(".tmp").write_text("".join(json.dumps(r) + "\n" for r in self.log))
-        path.with_suffix(".tmp").replace(path)
+            for old in [*out.glob("ckpt.pt"), *out.glob("ckpt_*.pt"), *out.glob("log.jsonl")]:
+                old.replace(old.with_name(f"old_{old.name}"))
+        rows = [r for r in read_log(self.log) if r["step"] <= step]  # those past the checkpoint are dropped: their steps are done again
+        tmp = self.log.with_suffix(".tmp")
+        tmp.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        tmp.replace(self.log)
 
     def note(self, row):
         """One more row of the log."""
         if self.rank == 0:
-            self.log.append(row)
-            with open(self.out / "log.jsonl", "a") as f:
+            with open(self.log, "a") as f:
                 f.write(json.dumps(row) + "\n")
 
     def checkpoint(self):
@@ -890,7 +890,7 @@ def measure(model, s, tok, prep, autocast, held, watch, book):
         result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
     speed = watch.speed()
     book.note({"step": book.step, "eval": result, "minutes": watch.minutes()} | speed)
-    draw_curve(book.out / "curve.png", book.log, f"{s['recipe']}, preset {s['preset']}")
+    draw_curve(book.out / "curve.png", read_log(book.log), f"{s['recipe']}, preset {s['preset']}")
     tqdm.write(f"step {book.step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
 
 
@@ -922,15 +922,16 @@ def run(args, on_exit):
     ckpt = out / "ckpt.pt"
     state = read_checkpoint(ckpt) if args.resume else None
     with fitting(ckpt):
-        saved, begun = (state["settings"], state["settings"]["dtype"]) if state else (None, None)
+        begun = state and state["settings"]["dtype"]
     name = choose(args, local, begun)
     with fitting(ckpt):
-        s = settle(args, saved, state["step"] if state else 0)
+        s = settle(args, state and state["settings"], state and state["step"])
     device = s["device"]
-    if state is not None and state["step"] == s["max_steps"] and any("eval" in r and r["step"] == state["step"] for r in read_log(out / "log.jsonl")):
+    evaluated = state and any("eval" in r and r["step"] == state["step"] for r in read_log(out / "log.jsonl"))
+    if evaluated and state["step"] == s["max_steps"]:
         print(f"{ckpt} was finished already, at step {state['step']}; to go further: python train.py --resume --max_steps {2 * state['step']} --out_dir {out}")
         return 0
-    init = read_checkpoint(s["init_from"]) if s.get("init_from") and state is None else None
+    init = read_checkpoint(s["init_from"]) if s.get("init_from") and not state else None
     if world > 1:
         if device == "mps" or s["batch_size"] < world:
             raise ValueError(f"{world} processes need CPUs or GPUs, and at least a row of text each: --batch_size is {s['batch_size']}, the device {device}")
@@ -957,8 +958,7 @@ def run(args, on_exit):
     book = Book(out, rank, step, model, optimizers, constant, args)
 
     # Loop
-    due = step == s["max_steps"] or step % s["eval_interval"] == 0
-    if step and due and not any("eval" in r and r["step"] == step for r in book.log):
+    if step and not evaluated and (step == s["max_steps"] or step % s["eval_interval"] == 0):
         measure(model, s, tok, prep, autocast, held, watch, book)  # the checkpoint was written, then its evaluation was cut short
     stop = stop_on_signal()
     workers = s.get("workers", min(12, max(0, (os.cpu_count() or 1) // beside_me - 2)))
