@@ -702,28 +702,29 @@ def load_data(s, state, tok, prep, mix, local, world):
     as data.Rows, held the windows, examples and needles that evaluate is given. mix: the picture tasks and their weights."""
     if local:
         together([0])  # the first process of each machine tokenises and draws; the others find it done
-    mine, seen = (lambda usual: s.get("mix") or usual), s["recipe"] != "text_only" and s["vision_rows"]
-    pictures = own = vision = None
+    own_text, own_pictures, most = s.get("mix", 1.0), s.get("mix", 0.5), s["corpus_bytes"] or None
+    seen = s["recipe"] != "text_only" and s["vision_rows"]
+    beside = pictures = own = vision = None
     examples = {}
     if seen and s.get("images"):  # before the text, which takes longer to read: a folder may be mistyped
         own, report = data.load_folder(s["images"], prep, tok, s["vision_context"], keep=True)
-        print(f"{report}\n  {mine(0.5):.0%} of what is seen is from here")
-    corpus = data.Corpus(tok, path=s.get("text"), max_bytes=s["corpus_bytes"] or None)
+        print(f"{report}\n  {own_pictures:.0%} of what is seen is from here")
+    corpus = data.Corpus(tok, s.get("text"), most)
     print(corpus.report)
-    beside = data.Corpus(tok, max_bytes=s["corpus_bytes"] or None) if s.get("text") and mine(1.0) < 1 else None  # validation is on --text alone
-    if beside is not None:
-        print(f"beside it, {1 - mine(1.0):.0%} of the rows: {beside.report}")
-    text = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=mine(1.0))
+    if s.get("text") and own_text < 1:  # validation is on --text alone
+        beside = data.Corpus(tok, None, most)
+        print(f"beside it, {1 - own_text:.0%} of the rows: {beside.report}")
+    text = data.Rows(tok, prep, corpus, None, s["context"], s["seed"], beside=beside, text_share=own_text)
     if seen:
-        if own is None or mine(0.5) < 1:
+        if own is None or own_pictures < 1:
             pictures = data.Pictures(s["canvas"], s["pictures"] or None)
             print(pictures.report)
             kinds = [kind for kind, task in data.HELDOUT.items() if task in mix]
             examples = {kind: items for kind in kinds if (items := data.heldout(kind, s["eval_items"], pictures))}
-        if own is not None and own.held:
+        if own and own.held:
             examples["own"] = [own[i] for i in own.held[: s["eval_items"]]]
         # In rows of their own, shorter ones: without a document mask attention is spread thin, in a long row, over pictures that are not asked about.
-        vision = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, mine(0.5))
+        vision = data.Rows(tok, prep, None, pictures, s["vision_context"], s["seed"], own, mix, own_pictures)
     needles = needles_of(corpus, tok, s["context"]) if s["needles"] else None
     held = {"windows": validation_windows(corpus, s["context"], s["eval_rows"]), "examples": examples, "needles": needles}
     if not local:
