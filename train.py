@@ -138,7 +138,7 @@ FREE_ON_RESUME = (
     "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
     "needles",
 )  # fmt: skip
-DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0, "tasks": ""}
+DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0}
 
 # The least that a number may be.
 LEAST = dict.fromkeys(("max_steps", "batch_size", "context", "vision_context", "eval_interval", "micro_batch_tokens", "eval_rows", "canvas"), 1)
@@ -243,8 +243,8 @@ def micro_batches(step, text, vision, s, rank=0, world=1):
     texts = [text.text(step * s["batch_size"] + i) for i in range(rank, s["batch_size"], world)]
     seen = [vision.vision(first + i) for i in range(rank, count, world)]
     out = []
-    for rows in (texts, seen):
-        size = max(1, (s.get("micro_batch_tokens") or 1 << 30) // len(rows[0][0])) if rows else 1
+    for rows, length in ((texts, s["context"]), (seen, s["vision_context"])):
+        size = max(1, s.get("micro_batch_tokens", 1 << 30) // length)
         out += [stack(rows[i : i + size]) for i in range(0, len(rows), size)]
     return out
 
@@ -504,8 +504,8 @@ class Book:
     def checkpoint(self):
         """Write ckpt.pt, and with --keep another name for it. OSError if there is no room; the previous checkpoint is untouched."""
         if self.rank == 0:
-            weights = {k.replace("_orig_mod.", ""): v for k, v in self.model.state_dict().items()}
-            save(self.ckpt, {"model": weights, "optimizers": [o.state_dict() for o in self.optimizers], "step": self.step} | self.constant)
+            learned = {"model": dict(self.model.state_dict()), "optimizers": [o.state_dict() for o in self.optimizers]}
+            save(self.ckpt, learned | {"step": self.step} | self.constant)
         self.saved_at = self.step
         keep = self.constant["settings"]["keep"]
         if keep and self.rank == 0:
@@ -766,7 +766,7 @@ class Stopwatch:
     def __init__(self, model, device, name, world, began):
         self.device, self.name, self.world, self.began = device, name, world, began
         self.per_token = functools.cache(model.flops_per_token)
-        self.peak = next((world * v for k, v in PEAK.items() if device == "cuda" and k in name), None)
+        self.peak = next((world * v for k, v in PEAK.items() if k in name), None)
         self.on, self.kind, self.timed, self.spent, self.flops, self.mark = False, None, 0, {}, 0, 0.0
 
     def minutes(self):
@@ -810,9 +810,8 @@ class Stopwatch:
 
 def gradients(model, micro, warmup, s, prep, autocast, watch):
     """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters. The loss is the mean
-    over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the text's and the
-    answers' losses (sums over targets) and the index KL, of this process; then the numbers of text targets, answer targets and tokens, of all.
-    ValueError with advice if the memory is too small."""
+    over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the losses for the log
+    and the number of tokens, of all processes. ValueError with advice if the memory is too small."""
     kinds = ["caption" if "patches" in b else "text" for b in micro]
     targets = [(b["targets"] >= 0).sum().item() for b in micro]
     mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
@@ -839,7 +838,10 @@ def gradients(model, micro, warmup, s, prep, autocast, watch):
         if max(len(b["tokens"]) for b in micro) > 1:
             advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
         raise ValueError(f"out of memory on {watch.name}: {advice}") from e
-    return sums, text_n, caption_n, tokens
+    text, caption, kl = together([float(x) for x in sums.values()])
+    lm_loss = (text + caption) / max(1, text_n + caption_n)
+    losses = {"loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl}
+    return losses | {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None}, tokens
 
 
 def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
@@ -852,7 +854,7 @@ def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
     for o in optimizers:
         for g in o.param_groups:
             g["lr"] = lr
-    sums, text_n, caption_n, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
+    losses, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
     # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
     parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
     norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
@@ -871,11 +873,7 @@ def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
     model.zero_grad(set_to_none=True)
     book.step, book.whole = step + 1, True
     watch.lap("optimizer")
-    text, caption, kl = together([float(x) for x in sums.values()])
-    lm_loss = (text + caption) / max(1, text_n + caption_n)
-    row = {"step": step + 1, "loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl, "grad_norm": norm, "index_grad_norm": index_norm, "lr": lr}
-    row |= {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None, "warmup": warmup}
-    return row, tokens
+    return {"step": step + 1, **losses, "grad_norm": norm, "index_grad_norm": index_norm, "lr": lr, "warmup": warmup}, tokens
 
 
 def measure(model, s, tok, prep, autocast, held, watch, book):
