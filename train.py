@@ -368,10 +368,9 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
     # Eager: the held-out batches have a new shape each, and compiling for it would take longer than running it.
     with torch.no_grad(), torch.random.fork_rng(), autocast(), torch.compiler.set_stance("force_eager"):
         nll = 0.0
-        size = max(1, (s.get("micro_batch_tokens") or 8192) // s["context"])
-        for i in range(0, len(windows[0]), size):
-            tokens, targets = (w[i : i + size].to(device) for w in windows)
-            nll += model(tokens, targets=targets).lm_loss.double().item() * targets.numel()
+        size = max(1, s.get("micro_batch_tokens", 8192) // s["context"])
+        for tokens, targets in zip(*(w.split(size) for w in windows)):
+            nll += model(tokens.to(device), targets=targets.to(device)).lm_loss.double().item() * targets.numel()
         out["val_bytes"] = len(tok.decode_bytes(windows[1].flatten().tolist()))
         out["bits_per_byte"] = nll / out["val_bytes"] / math.log(2)
         total = count = 0.0
@@ -394,7 +393,7 @@ def evaluate(model, s, windows, tok, prep, device, autocast, examples, needles=N
     return out
 
 
-def recall(model, batch, prep, device, autocast):
+def recall(model, batch, device, autocast):
     """Mean block recall and score recall over the sparse layers, on one row (see msa.selection_recall)."""
     layers, found = [m for m in model.modules() if isinstance(m, msa.MSA) and m.kind != "dense"], []
     if not layers:
@@ -973,7 +972,7 @@ def run(args, on_exit):
         row, tokens = train_step(model, optimizers, micro, s, prep, autocast, watch, book)
         step, last = book.step, book.step == s["max_steps"]
         if rec is None or step % 25 == 1 or last:
-            rec = recall(model, micro[0], prep, device, autocast)
+            rec = recall(model, micro[0], device, autocast)
         seconds, clock = time.monotonic() - clock, time.monotonic()
         row |= {"tokens_per_s": tokens / seconds, "block_recall": rec[0], "score_recall": rec[1]}
         book.note(row)
@@ -985,10 +984,9 @@ def run(args, on_exit):
         late, told = together([late, bool(stop)])  # all stop where one was told to
         if told or late or last or step % s["eval_interval"] == 0:
             book.checkpoint()  # before the evaluation: a crash in there loses nothing
-            if told:
-                break
-            measure(model, s, tok, prep, autocast, held, watch, book)
-            if late:
+            if not told:
+                measure(model, s, tok, prep, autocast, held, watch, book)
+            if told or late:
                 break
             clock = time.monotonic()
         watch.ready(step)
