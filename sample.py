@@ -42,6 +42,17 @@ def parse(argv=None):
     return p.parse_args(argv)
 
 
+if __name__ == "__main__":
+    parse()  # --help, and a flag that is none, are answered before torch is imported, which takes seconds
+
+import numpy as np
+import torch
+
+import data
+import model as m3
+import msa
+
+
 def pick(logits, temperature, top_k, generator, banned=()):
     """One token per row from logits [n,V]: argmax at temperature 0 (or too small to divide by), else a draw from the top_k (0: all).
     `banned` ids are never taken: a placeholder without a picture would have no meaning."""
@@ -59,8 +70,6 @@ def pick(logits, temperature, top_k, generator, banned=()):
 
 def autocast(model):
     """The precision that `load` chose: bf16 products if the matrices are bf16, as in training."""
-    import torch
-
     weight = model.lm_head.weight
     return torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16, cache_enabled=False)
 
@@ -68,8 +77,6 @@ def autocast(model):
 def record(model, cache):
     """model.step as a CUDA graph: -> a function from the new tokens [n] to the next logits [n,V]. Everything it reads and writes
     stays where it is: one buffer for the tokens, the preallocated cache with its lens, one buffer for the logits."""
-    import torch
-
     tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=cache.lens.device)
     before, longest, side = cache.lens.clone(), cache.longest, torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -103,10 +110,6 @@ def generate(
     num_samples rows of the cache. graph: record the decoding step (CUDA only; takes about as long as some tens of steps).
     Raises ValueError on an empty prompt, or one that with max_tokens exceeds `capacity` (default: exactly what is needed).
     """
-    import torch
-
-    from model import Cache
-
     if not tokens:
         raise ValueError("the prompt is empty")
     if not 0 <= temperature < math.inf or top_k < 0 or max_tokens < 1 or num_samples < 1 or chunk < 1:
@@ -120,7 +123,7 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     with torch.inference_mode():
-        cache = Cache(model.config, 1, capacity, index_dtype)
+        cache = m3.Cache(model.config, 1, capacity, index_dtype)
         with autocast(model):  # the tokens stay on the CPU, where counting placeholders is free
             logits = model.prefill(torch.tensor([tokens]), cache, patches, grids, chunk)  # [1,V]
         cache.select([0] * num_samples)
@@ -153,8 +156,6 @@ class Stream:
 
 def read_checkpoint(path):
     """A checkpoint file, or the ckpt.pt of an out_dir, as plain data. ValueError with one sentence if it is missing, cut short or something else."""
-    import torch
-
     path = Path(path)
     path = path / "ckpt.pt" if path.is_dir() else path
     if not path.exists():
@@ -180,33 +181,28 @@ def fitting(path, *also):
 
 def load(path=None, device=None):
     """A checkpoint (None: the newest) -> (model in eval mode, tokenizer, prep, settings with `step` and `path`)."""
-    import torch
-
-    import data
-    import model as m3
-
     path = newest() if path is None else Path(path)
     state = read_checkpoint(path)
     with fitting(path):
         tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
         model = m3.M3(m3.M3Config.from_dict(state["config"]))
         model.load_state_dict(state["model"])
-        settings = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
-        more = {k: state["settings"].get(k) for k in ("images", "mix", "init_from", "vision_rows", "vision_start", "planned_steps")}
-        began = round((more["vision_start"] or 0) * (more["planned_steps"] or 0))  # the step at which pictures enter
-        pictures = settings["recipe"] != "text_only" and more["vision_rows"] != 0 and state["step"] > began
-        settings |= more | {"saw_pictures": pictures or bool(more["init_from"])}  # what went before an --init_from is not known here
+        s = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
+        s |= {k: state["settings"].get(k) for k in ("images", "mix", "init_from", "vision_rows", "vision_start", "planned_steps")}
+        began = round((s["vision_start"] or 0) * (s["planned_steps"] or 0))  # the step at which pictures enter
+        pictures = s["recipe"] != "text_only" and s["vision_rows"] != 0 and state["step"] > began
+        s["saw_pictures"] = pictures or bool(s["init_from"])  # what went before an --init_from is not known here
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA device")
     device = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    settings |= {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
+    s |= {"step": state["step"], "path": path / "ckpt.pt" if path.is_dir() else path}
     model = model.to(device).eval()
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         for m in model.modules():  # autocast would do it again for every token; embedding, norms and router stay as trained
             if isinstance(m, (torch.nn.Linear, m3.Experts)):
                 for p in m.parameters():
                     p.data = p.data.bfloat16() if p is not model.embed_tokens.weight else p.data
-    return model, tok, prep, settings
+    return model, tok, prep, s
 
 
 def newest():
@@ -218,10 +214,6 @@ def newest():
 
 def see(clips, prep, device):
     """[(clip uint8 [T,3,h,w], is_clip)] -> (visuals [(grids, is_clip)], patches float [N,P] or None, grids [n,3] or None)."""
-    import torch
-
-    import data
-
     if not clips:
         return [], None, None
     parts = [data.to_patches(c, prep) for c, _ in clips]
@@ -231,8 +223,6 @@ def see(clips, prep, device):
 
 def answer(model, tok, prep, clips, text, **kw):
     """The model's words about clips [(clip, is_clip)] and a question, as one string."""
-    import data
-
     visuals, patches, grids = see(clips, prep, next(model.parameters()).device)
     ids = data.build_prompt(tok, prep, visuals, text)
     kw = {"max_tokens": 40, **kw}
@@ -241,18 +231,11 @@ def answer(model, tok, prep, clips, text, **kw):
 
 def showcase(model, tok, prep, settings, out):
     """Held-out scenes, clips, variants and questions with the model's words under each, as one PNG; prints a Python completion."""
-    import matplotlib
-    import numpy as np
-
-    import data
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     print("A function, continued:\n")
     prompt = "def read_json(path):\n    "
-    ids = data.build_prompt(tok, prep, [], prompt)
-    print(prompt + tok.decode([t for (t,) in generate(model, ids, max_tokens=80, temperature=0.7, top_k=40, stop=tok.eod) if t is not None]) + "\n")
+    print(prompt + answer(model, tok, prep, [], prompt, max_tokens=80, temperature=0.7, top_k=40) + "\n")
     if not settings["saw_pictures"]:
         print("This model was trained on text only: no pictures to show.")
         return
@@ -270,7 +253,7 @@ def showcase(model, tok, prep, settings, out):
     items.sort(key=lambda e: len(e.frames) > 1)  # stills, six in a row, then clips, three in a row
     stills = sum(len(e.frames) == 1 for e in items)
     top, below = -(-stills // 6), -(-(len(items) - stills) // 3)  # rows of each
-    fig = plt.figure(figsize=(12, 2.6 * top + 1.1 * below + 0.4), dpi=100)
+    fig = Figure(figsize=(12, 2.6 * top + 1.1 * below + 0.4), dpi=100)
     grid = fig.add_gridspec(top + below, 6, height_ratios=[2.6] * top + [1.1] * below)
     right = 0
     for n, e in enumerate(items):
@@ -278,28 +261,22 @@ def showcase(model, tok, prep, settings, out):
         ax = fig.add_subplot(grid[row, at] if n < stills else grid[top + row, 2 * at : 2 * at + 2])
         ax.axis("off")
         said = answer(model, tok, prep, e.visuals, e.question)
-        right += said == e.answer
+        hit = said == e.answer
+        right += hit
         ax.imshow(np.concatenate(list(e.frames.transpose(0, 2, 3, 1)), axis=1))  # frames side by side, [h, T*w, 3]
-        lines = [f"{e.question} {said}".strip()] + ([] if said == e.answer else [f"(truth: {e.answer})"])
+        lines = [f"{e.question} {said}".strip()] + ([] if hit else [f"(truth: {e.answer})"])
         label = "\n".join(textwrap.fill(line, 28 if n < stills else 60) for line in lines)
-        colour = "darkgreen" if said == e.answer else "firebrick"
+        colour = "darkgreen" if hit else "firebrick"
         ax.annotate(label, (0.5, 0), (0, -3), "axes fraction", "offset points", fontsize=7, color=colour, ha="center", va="top")
     fig.suptitle(f"Drawings, pairs and motions never seen in training. {right} of {len(items)} exactly right. Pictures: OpenMoji, CC BY-SA 4.0", fontsize=9)
     fig.tight_layout(h_pad=2.0)
     fig.savefig(out)
-    plt.close(fig)
     print(f"{right} of {len(items)} held-out pictures, clips and questions answered exactly: see {out}")
 
 
 def attention_map(model, tok, prep, ids, patches, grids, clips, new, out):
     """For each generated token, the attention (mean over layers and heads) its prediction pays to each visual token, drawn over the picture."""
-    import matplotlib
-    import torch
-
-    import msa
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     weights = []
 
@@ -317,34 +294,28 @@ def attention_map(model, tok, prep, ids, patches, grids, clips, new, out):
         m.probe = None
     mean = torch.stack(weights).mean(0).cpu()  # [new,S]
     places = torch.tensor([t in (tok.image, tok.clip) for t in ids]).nonzero().squeeze(1)
-    frames, maps, at = [], [], 0
-    for t, h, w in grids.tolist():
-        hh, ww = h // prep.merge_size, w // prep.merge_size
-        maps.append(mean[:, places[at : at + t * hh * ww]].reshape(len(new), t, hh, ww))
-        at += t * hh * ww
-    for clip, _ in clips:
-        frames += list(clip[:: prep.temporal_patch_size])
-    flat = [m[:, i] for m in maps for i in range(m.shape[1])]  # one [new,hh,ww] a temporal patch
-    fig, axes = plt.subplots(len(new), len(frames), figsize=(2.0 * len(frames) + 1, 2.0 * len(new)), dpi=90, squeeze=False)
-    for i in range(len(new)):
-        top = max(m[i].max().item() for m in flat)
-        for j, (frame, m) in enumerate(zip(frames, flat)):
-            a = axes[i][j]
+    looks = mean[:, places]  # [new, visual tokens]
+    maps, at = [], 0  # one map [new,h,w] a temporal patch
+    for t, h, w in (grids // torch.tensor([1, prep.merge_size, prep.merge_size])).tolist():
+        maps += looks[:, at : at + t * h * w].reshape(len(new), t, h, w).unbind(1)
+        at += t * h * w
+    frames = [frame for clip, _ in clips for frame in clip[:: prep.temporal_patch_size]]
+    fig = Figure(figsize=(2.0 * len(frames) + 1, 2.0 * len(new)), dpi=90)
+    axes = fig.subplots(len(new), len(frames), squeeze=False)
+    for i, token in enumerate(new):
+        top = max(m[i].max().item() for m in maps)
+        for a, frame, m in zip(axes[i], frames, maps):
             a.imshow(frame.transpose(1, 2, 0))
             a.imshow(m[i].float().numpy(), extent=(0, frame.shape[2], frame.shape[1], 0), cmap="inferno", alpha=0.6, vmin=0, vmax=top)
             a.set(xticks=[], yticks=[])
-        share = mean[i, places].sum().item()
-        axes[i][0].set_ylabel(f"{tok.decode([new[i]]).strip() or '(end)'}\n{share:.0%} on pixels", fontsize=8)
+        axes[i][0].set_ylabel(f"{tok.decode([token]).strip() or '(end)'}\n{looks[i].sum():.0%} on pixels", fontsize=8)
     fig.tight_layout()
     fig.savefig(out)
-    plt.close(fig)
     print(f"attention map: {out}")
 
 
 def main(argv=None):
     args = parse(argv)
-    import data
-
     for name, least in (("temperature", 0), ("top_k", 0), ("seed", 0), ("max_tokens", 1), ("num_samples", 1), ("prefill_chunk", 1), ("max_context", 1)):
         value = getattr(args, name)
         if value is not None and not least <= value < (math.inf if name == "temperature" else 2**63):  # NaN fails too
@@ -379,38 +350,35 @@ def main(argv=None):
         print(f"[--max_context {capacity}: beyond the {settings['context']} tokens of its training rows the model is untrained]", file=sys.stderr)
     if len(ids) >= capacity:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the context holds {capacity} (--max_context)")
-    streams = [Stream(tok) for _ in range(args.num_samples)]
-    texts, made, began, times, new = [""] * args.num_samples, [], time.perf_counter(), [], []
-    if args.prompt and not clips and args.num_samples == 1:
-        print(args.prompt, end="", flush=True)
+    shown = args.prompt if args.prompt and not clips else ""
+    alone, stream, rows = args.num_samples == 1, Stream(tok), [[] for _ in range(args.num_samples)]
+    made, times, began = [], [], time.perf_counter()
+    if alone:
+        print(shown, end="", flush=True)
     for step in generate(
         model, ids, patches, grids, min(args.max_tokens, capacity - len(ids)), args.temperature, args.top_k, args.seed, args.num_samples, tok.eod,
         chunk=args.prefill_chunk, index_dtype=args.index_dtype, graph=model.lm_head.weight.element_size() == 2,
     ):  # fmt: skip
         times.append(time.perf_counter() - began)
-        made.append(sum(t is not None for t in step))
-        for i, t in enumerate(step):
-            if t is None:
-                continue
-            piece = streams[i]([t])
-            texts[i] += piece
-            if i == 0:
-                new.append(t)
-            if args.num_samples == 1:
-                print(piece, end="", flush=True)
-    for i, stream in enumerate(streams):
-        texts[i] += (tail := stream([], final=True))
-        if args.num_samples == 1:
-            print(tail)
-        else:
-            print(f"--- sample {i + 1}\n{(args.prompt if args.prompt and not clips else '') or ''}{texts[i]}")
-    if times:
-        said = f"{len(ids):,} prompt tokens, first token after {times[0] * 1e3:.0f} ms"
-        if sum(made[2:]):  # the second step also compiles and records
-            said += f", then {sum(made[2:]) / (times[-1] - times[1]):.1f} tokens/s"
-        if sum(made[-1:]) and len(ids) + len(times) == capacity and len(times) < args.max_tokens:
-            said += f"; cut short: prompt and answer fill the context of {capacity:,} tokens (--max_context)"
-        print(f"[{said}]", file=sys.stderr)
+        made.append(0)
+        for row, t in zip(rows, step):
+            if t is not None:
+                row.append(t)
+                made[-1] += 1
+        if alone and made[-1]:
+            print(stream(step), end="", flush=True)
+    if alone:
+        print(stream([], final=True))
+    else:
+        for i, row in enumerate(rows):
+            print(f"--- sample {i + 1}\n{shown}{tok.decode(row)}")
+    said = f"{len(ids):,} prompt tokens, first token after {times[0] * 1e3:.0f} ms"
+    if sum(made[2:]):  # the second step also compiles and records
+        said += f", then {sum(made[2:]) / (times[-1] - times[1]):.1f} tokens/s"
+    if made[-1] and len(ids) + len(times) == capacity and len(times) < args.max_tokens:
+        said += f"; cut short: prompt and answer fill the context of {capacity:,} tokens (--max_context)"
+    print(f"[{said}]", file=sys.stderr)
+    new = rows[0]
     if args.attention_map and not new:
         print("the model ended its answer at once: no word to draw an attention map of", file=sys.stderr)
     elif args.attention_map:
