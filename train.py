@@ -134,10 +134,10 @@ import msa
 from sample import fitting, read_checkpoint
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
-FREE_ON_RESUME = (
-    "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb",
-    "needles",
-)  # fmt: skip
+FREE_ON_RESUME = {
+    "resume", "overwrite", "out_dir", "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens",
+    "eval_items", "eval_rows", "checkpoint_layers", "memory_gb", "needles",
+}  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0}
 
 # The least that a number may be.
@@ -162,7 +162,7 @@ def settle(args, saved=None, saved_step=0):
         if lacking := {"preset", "vision_start", "index_warmup_steps", "max_pixels", *DEFAULTS, *PRESETS["tiny"]} - saved.keys():
             raise KeyError(min(lacking))
         for k, v in given.items():
-            if v != saved.get(k) and k not in (*FREE_ON_RESUME, "resume", "overwrite", "out_dir"):
+            if v != saved.get(k) and k not in FREE_ON_RESUME:
                 has = flag(k, saved[k]) if k in saved else f"without --{k}"
                 raise ValueError(f"--resume goes on with the run as it was ({has}), not with {flag(k, v)}: leave the flag out")
         s = {"planned_steps": saved["max_steps"], **saved, "max_minutes": None, "memory_gb": None, **given}  # these limits hold for one start
@@ -223,7 +223,7 @@ def learning_rate(step, s):
 
 def vision_plan(step, s):
     """(first row number, rows) of pictures at this step: the same number of rows over the run in every recipe that has pictures."""
-    if s["recipe"] == "text_only" or not s["vision_rows"]:
+    if s["recipe"] == "text_only":
         return 0, 0
     start = round(s["vision_start"] * s["planned_steps"])
     total = s["vision_rows"] * s["planned_steps"]
@@ -258,10 +258,9 @@ def stack(rows):
 
 
 def quiet(_):
-    """Data workers leave signals to the main process (Ctrl-C, and often SIGTERM, reach the whole group) and use one thread each."""
+    """Data workers leave signals to the main process: Ctrl-C, and often SIGTERM, reach the whole group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))  # a minute for the checkpoint
-    torch.set_num_threads(1)
 
 
 def forward(model, batch, prep, device, **kw):
@@ -311,11 +310,10 @@ def step_flops(model, micro, per_token):
         patch           2 x weights of ViT and first half of the projector + 4 x ViT hidden x patches of its segment a ViT layer
         visual token    2 x weights of the second half of the projector
     """
-    c, n = model.config.vision, 0
-    head, p = 2 * model.lm_head.weight.numel(), model.multi_modal_projector
-    first, second = (sum(x.weight.numel() for x in pair) for pair in ((p.linear_1, p.linear_2), (p.merge_linear_1, p.merge_linear_2)))
-    v = model.vision_tower
-    first += v.embed.weight.numel() + c.num_hidden_layers * sum(x.numel() for x in v.layers[0].parameters() if x.ndim == 2)
+    c, p, n = model.config.vision, model.multi_modal_projector, 0
+    weights = lambda *modules: sum(x.numel() for m in modules for x in m.parameters() if x.ndim == 2)
+    head, second = 2 * weights(model.lm_head), weights(p.merge_linear_1, p.merge_linear_2)
+    first = weights(model.vision_tower, p.linear_1, p.linear_2)
     for b in micro:
         n += b["tokens"].numel() * (per_token(b["tokens"].shape[1]) - head) + head * (b["targets"] >= 0).sum().item()
         if "patches" in b:
@@ -518,11 +516,12 @@ class Book:
             for old in sorted(self.out.glob("ckpt_*.pt"))[:-keep]:
                 old.unlink()
 
-    def rescue(self, kind, error, _):
+    def rescue(self, _kind, error, _traceback):
         """Whatever breaks the loop off (a data worker, the memory, the disk), the steps since the last checkpoint are not lost."""
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
-        if kind is None or not issubclass(kind, Exception) or self.bad or not self.whole or self.step == self.saved_at or self.rank:
+        if not isinstance(error, Exception):
+            return
+        traceback.clear_frames(error.__traceback__)  # an error of a data worker keeps them all alive, and the exit would wait for them
+        if self.bad or not self.whole or self.step == self.saved_at or self.rank:
             return
         try:
             self.checkpoint()
@@ -777,9 +776,9 @@ class Stopwatch:
     def ready(self, step):
         """The next step, after `step`, begins now."""
         self.on = step % 20 == 10
-        self.lap(None)
+        self.lap()
 
-    def lap(self, part):
+    def lap(self, part=None):
         """The seconds since the last lap belong to `part`, None: to nothing."""
         if self.on:
             if self.device == "cuda":
@@ -811,15 +810,14 @@ def gradients(model, micro, warmup, s, prep, autocast, watch):
     """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters. The loss is the mean
     over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the losses for the log
     and the number of tokens, of all processes. ValueError with advice if the memory is too small."""
-    kinds = ["caption" if "patches" in b else "text" for b in micro]
-    targets = [(b["targets"] >= 0).sum().item() for b in micro]
-    mine = [sum(n for k, n in zip(kinds, targets) if k == which) for which in ("text", "caption")]
+    counted = [(b, "caption" if "patches" in b else "text", (b["targets"] >= 0).sum().item()) for b in micro]
+    mine = [sum(n for _, k, n in counted if k == kind) for kind in ("text", "caption")]
     flops = step_flops(model, micro, watch.per_token)
     text_n, caption_n, tokens, flops = together([*mine, sum(b["tokens"].numel() for b in micro), flops])
     watch.begin((warmup, caption_n > 0), flops)
     sums = {"text": 0.0, "caption": 0.0, "kl": 0.0}
     try:
-        for b, k, n in zip(micro, kinds, targets):
+        for b, k, n in counted:
             share, kl_share = n / max(1, text_n + caption_n), b["tokens"].numel() / tokens
             with autocast():
                 o = forward(model, b, prep, s["device"], warmup=warmup)
@@ -886,8 +884,7 @@ def measure(model, s, tok, prep, autocast, held, watch, book):
     if book.step == s["max_steps"]:
         raw = tok.decode_bytes(held["windows"][1].flatten().tolist())
         result["xz_bits_per_byte"] = 8 * len(lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)) / len(raw)
-    speed = watch.speed()
-    book.note({"step": book.step, "eval": result, "minutes": watch.minutes()} | speed)
+    book.note({"step": book.step, "eval": result, "minutes": watch.minutes()} | watch.speed())
     draw_curve(book.out / "curve.png", read_log(book.log), f"{s['recipe']}, preset {s['preset']}")
     tqdm.write(f"step {book.step}: " + ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.3f}" for k, v in result.items()))
 
