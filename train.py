@@ -807,9 +807,9 @@ class Stopwatch:
 
 
 def gradients(model, micro, warmup, s, prep, autocast, watch):
-    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters. The loss is the mean
-    over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the losses for the log
-    and the number of tokens, of all processes. ValueError with advice if the memory is too small."""
+    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters, clipped. The loss is
+    the mean over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the losses and
+    norms for the log and the number of tokens, of all processes. ValueError with advice if the memory is too small."""
     counted = [(b, "caption" if "patches" in b else "text", (b["targets"] >= 0).sum().item()) for b in micro]
     mine = [sum(n for _, k, n in counted if k == kind) for kind in ("text", "caption")]
     flops = step_flops(model, micro, watch.per_token)
@@ -835,14 +835,18 @@ def gradients(model, micro, warmup, s, prep, autocast, watch):
         if max(len(b["tokens"]) for b in micro) > 1:
             advice = f"lower --micro_batch_tokens (now {max(b['tokens'].numel() for b in micro)})"
         raise ValueError(f"out of memory on {watch.name}: {advice}") from e
+    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
+    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
+    norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
     text, caption, kl = together([float(x) for x in sums.values()])
     lm_loss = (text + caption) / max(1, text_n + caption_n)
-    losses = {"loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl}
-    return losses | {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None}, tokens
+    row = {"loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl, "grad_norm": norm, "index_grad_norm": index_norm}
+    row |= {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None}
+    return row, tokens
 
 
 def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
-    """One optimizer step, the heart of it all: learning rate, gradients, clips, update. Gradients that are not finite are left out, and stop a run that
+    """One optimizer step, the heart of it all: learning rate, gradients, update. Gradients that are not finite are left out, and stop a run that
     has too many in a row (ValueError). Returns the step's row of the log, still without recall and speed, and its tokens on all processes."""
     step = book.step
     torch.manual_seed((s["seed"] + 1_000_003 * step + book.rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
@@ -851,10 +855,8 @@ def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
     for o in optimizers:
         for g in o.param_groups:
             g["lr"] = lr
-    losses, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
-    # Two losses, two clips: a large gradient of the index branch's own loss must not shrink the language model's step.
-    parts = [[p for k, p in model.named_parameters() if ("index_" in k) == index] for index in (False, True)]
-    norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
+    row, tokens = gradients(model, micro, warmup, s, prep, autocast, watch)
+    norm, index_norm = row["grad_norm"], row["index_grad_norm"]
     if math.isfinite(norm) and math.isfinite(index_norm):
         book.whole = False  # until `step` counts this update
         for o in optimizers:
@@ -870,7 +872,7 @@ def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
     model.zero_grad(set_to_none=True)
     book.step, book.whole = step + 1, True
     watch.lap("optimizer")
-    return {"step": step + 1, **losses, "grad_norm": norm, "index_grad_norm": index_norm, "lr": lr, "warmup": warmup}, tokens
+    return {"step": step + 1, **row, "lr": lr, "warmup": warmup}, tokens
 
 
 def measure(model, s, tok, prep, autocast, held, watch, book):
