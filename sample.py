@@ -187,8 +187,10 @@ def load(path=None, device=None):
         tok, prep = data.Tokenizer.from_state(state["tokenizer"]), data.Prep(**state["prep"])
         model = m3.M3(m3.M3Config.from_dict(state["config"]))
         model.load_state_dict(state["model"])
-        s = {k: state["settings"][k] for k in ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")}
-        s |= {k: state["settings"].get(k) for k in ("images", "mix", "init_from", "vision_rows", "vision_start", "planned_steps")}
+        must = ("recipe", "preset", "context", "vision_context", "canvas", "pictures", "tasks")
+        s = {k: state["settings"][k] for k in must}
+        may = ("images", "mix", "init_from", "vision_rows", "vision_start", "planned_steps")
+        s |= {k: state["settings"].get(k) for k in may}
         began = round((s["vision_start"] or 0) * (s["planned_steps"] or 0))  # the step at which pictures enter
         pictures = s["recipe"] != "text_only" and s["vision_rows"] != 0 and state["step"] > began
         s["saw_pictures"] = pictures or bool(s["init_from"])  # what went before an --init_from is not known here

@@ -135,8 +135,8 @@ from sample import fitting, read_checkpoint
 
 # Flags that a resumed run may change: they do not touch what is computed (max_steps does stretch the schedule, and says so).
 FREE_ON_RESUME = {
-    "resume", "overwrite", "out_dir", "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers", "micro_batch_tokens",
-    "eval_items", "eval_rows", "checkpoint_layers", "memory_gb", "needles",
+    "resume", "overwrite", "out_dir", "max_minutes", "max_steps", "eval_interval", "keep", "device", "compile", "workers",
+    "micro_batch_tokens", "eval_items", "eval_rows", "checkpoint_layers", "memory_gb", "needles",
 }  # fmt: skip
 DEFAULTS = {"recipe": "native", "seed": 1337, "weight_decay": 0.1, "optimizer": "muon", "attention": "msa", "index_kl_coef": 1.0, "detach": True, "frames_per_segment": 4, "keep": 0}
 
@@ -291,8 +291,8 @@ def together(numbers):
 
 
 def sum_gradients(params):
-    """Sum the gradients over all processes, as one long vector. A parameter without a gradient here may have one elsewhere (the ViT,
-    where this process had no pictures); without one anywhere it stays without, as in a single process."""
+    """Sum the gradients over all processes, as one long vector. A parameter without a gradient here may have one elsewhere (the
+    ViT, where this process had no pictures); without one anywhere it stays without, as in a single process."""
     found = together([float(p.grad is not None) for p in params])
     params = [p for p, n in zip(params, found) if n]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in params])
@@ -487,7 +487,7 @@ class Book:
         if args.overwrite:  # set aside, not destroyed: a run that dies before its first checkpoint must not be resumed as the old one
             for old in [*out.glob("ckpt.pt"), *out.glob("ckpt_*.pt"), *out.glob("log.jsonl")]:
                 old.replace(old.with_name(f"old_{old.name}"))
-        rows = [r for r in read_log(self.log) if r["step"] <= step]  # those past the checkpoint are dropped: their steps are done again
+        rows = [r for r in read_log(self.log) if r["step"] <= step]  # the steps of those past the checkpoint are done again
         tmp = self.log.with_suffix(".tmp")
         tmp.write_text("".join(json.dumps(r) + "\n" for r in rows))
         tmp.replace(self.log)
@@ -807,9 +807,10 @@ class Stopwatch:
 
 
 def gradients(model, micro, warmup, s, prep, autocast, watch):
-    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the parameters, clipped. The loss is
-    the mean over all targets of the step, the index KL that over its tokens: a micro-batch's own means count by its share of either. Returns the losses and
-    norms for the log and the number of tokens, of all processes. ValueError with advice if the memory is too small."""
+    """Forward and backward pass of a step's micro-batches: the gradients of its loss, over all processes, are then in the
+    parameters, clipped. The loss is the mean over all targets of the step, the index KL that over its tokens: a micro-batch's own
+    means count by its share of either. Returns the losses and norms for the log and the number of tokens, of all processes.
+    ValueError with advice if the memory is too small."""
     counted = [(b, "caption" if "patches" in b else "text", (b["targets"] >= 0).sum().item()) for b in micro]
     mine = [sum(n for _, k, n in counted if k == kind) for kind in ("text", "caption")]
     flops = step_flops(model, micro, watch.per_token)
@@ -840,14 +841,15 @@ def gradients(model, micro, warmup, s, prep, autocast, watch):
     norm, index_norm = (torch.nn.utils.clip_grad_norm_(part, 1.0).item() for part in parts)
     text, caption, kl = together([float(x) for x in sums.values()])
     lm_loss = (text + caption) / max(1, text_n + caption_n)
-    row = {"loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl, "grad_norm": norm, "index_grad_norm": index_norm}
+    row = {"loss": lm_loss + s["index_kl_coef"] * kl, "lm_loss": lm_loss, "index_kl": kl}
     row |= {"text_loss": text / text_n if text_n else None, "caption_loss": caption / caption_n if caption_n else None}
-    return row, tokens
+    return row | {"grad_norm": norm, "index_grad_norm": index_norm}, tokens
 
 
 def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
-    """One optimizer step, the heart of it all: learning rate, gradients, update. Gradients that are not finite are left out, and stop a run that
-    has too many in a row (ValueError). Returns the step's row of the log, still without recall and speed, and its tokens on all processes."""
+    """One optimizer step, the heart of it all: learning rate, gradients, update. Gradients that are not finite are left out, and
+    stop a run that has too many in a row (ValueError). Returns the step's row of the log, still without recall and speed, and its
+    tokens on all processes."""
     step = book.step
     torch.manual_seed((s["seed"] + 1_000_003 * step + book.rank) % 2**63)  # what is random in a step is a function of the step: nothing else to save
     warmup = step < s["index_warmup_steps"] and s["attention"] in ("msa", "shared", "token")
