@@ -2899,6 +2899,7 @@ def test_signal_saves_and_says_how_to_go_on(tmp_path):
         (["--cpt", "--max_steps", "1"], "--vision_start"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--seed", str(2**63)], "--seed must be less than"),
+        (["--index_topk_blocks", str(10**13)], "--index_topk_blocks"),
         (["--eval_rows", "0"], "--eval_rows"),
         (["--vision_rows", "-1"], "--vision_rows"),
         (["--resume", "--overwrite"], "exclude each other"),
@@ -3203,8 +3204,10 @@ def test_a_broken_loop_loses_nothing(trained, tmp_path, monkeypatch):
     assert state["step"] == 4 and [f.name for f in out.glob("ckpt_*")] == ["ckpt_000004.pt"] and not list(out.glob("*.tmp"))
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-        with pytest.raises(OSError, match=r"no room for .* 0.00 GB are free; the previous checkpoint is untouched"):
+        with pytest.raises(OSError, match=r"no room for .* 0.0 MB are free; the previous checkpoint is untouched"):
             train.save(out / "ckpt.pt", state)
+        with pytest.raises(OSError, match="there is no earlier checkpoint"):
+            train.save(tmp_path / "ckpt.pt", state)
     code, said = call("train.py", "--resume", "--out_dir", str(out), "--workers", "0", "--device", "cpu")
     assert code == 0, said
     assert losses(out) == losses(trained)

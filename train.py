@@ -180,6 +180,8 @@ def settle(args, saved=None, saved_step=0):
         most = math.inf if isinstance(least, float) else 2**63
         if s.get(k) is not None and not least <= s[k] < most:  # NaN fails too
             raise ValueError(f"--{k} must be {f'less than {most}' if s[k] >= most else f'at least {least}'}, not {s[k]}")
+    if s.get("index_topk_blocks", 0) > s["context"]:
+        raise ValueError(f"--index_topk_blocks {s['index_topk_blocks']}: a row has only {s['context']} tokens (--context)")
     if s["needles"] and s["context"] < 128:
         raise ValueError(f"--needles needs rows of 128 tokens or more: --context is {s['context']}")
     if not 0 <= s["vision_start"] < 1 or round(s["vision_start"] * s["planned_steps"]) >= s["max_steps"]:
@@ -416,8 +418,9 @@ def save(path, state):
     tmp = path.with_suffix(".tmp")
     need = sum(x.nbytes for x in tree_leaves(state) if torch.is_tensor(x))
     free = shutil.disk_usage(path.parent).free
+    left = "the previous checkpoint is untouched" if path.exists() else "there is no earlier checkpoint"
     if free < 1.02 * need:
-        raise OSError(f"no room for {path}: it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; the previous checkpoint is untouched")
+        raise OSError(f"no room for {path}: it takes {need / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; {left}")
     try:
         with open(tmp, "wb") as f:
             torch.save(state, f)
@@ -425,7 +428,7 @@ def save(path, state):
             os.fsync(f.fileno())
     except (OSError, RuntimeError) as e:
         tmp.unlink(missing_ok=True)
-        raise OSError(f"could not write {path} ({e}); the previous checkpoint is untouched") from e
+        raise OSError(f"could not write {path} ({e}); {left}") from e
     os.replace(tmp, path)
 
 
@@ -498,6 +501,10 @@ class Book:
             with open(self.log, "a") as f:
                 f.write(json.dumps(row) + "\n")
 
+    def saved(self):
+        """What a run that ends now leaves behind, in words."""
+        return f"{self.ckpt} holds step {self.saved_at}" if self.ckpt.exists() else f"{self.ckpt} was not written yet"
+
     def checkpoint(self):
         """Write ckpt.pt, and with --keep another name for it. OSError if there is no room; the previous checkpoint is untouched."""
         if self.rank == 0:
@@ -526,7 +533,7 @@ class Book:
         try:
             self.checkpoint()
         except Exception as e:  # noqa: BLE001  whatever it is, the first error is the one to be told
-            print(f"step {self.step} could not be saved ({type(e).__name__}); {self.ckpt} holds step {self.saved_at}")
+            print(f"step {self.step} could not be saved ({type(e).__name__}); {self.saved()}")
         else:
             print(f"saved step {self.step} before stopping; go on with: python train.py --resume --out_dir {self.out}")
 
@@ -870,7 +877,7 @@ def train_step(model, optimizers, micro, s, prep, autocast, watch, book):
         model.balance(0.0)  # forget the loads of this step
         tqdm.write(f"step {step}: gradient norm is {norm}, of the index branch {index_norm}: step skipped ({book.bad} in a row)")
         if book.bad == MAX_BAD_STEPS:
-            raise ValueError(f"{book.bad} non-finite gradients in a row at step {step}: stopped; {book.ckpt} holds step {book.saved_at}. Try a lower --lr")
+            raise ValueError(f"{book.bad} non-finite gradients in a row at step {step}: stopped; {book.saved()}. Try a lower --lr")
     model.zero_grad(set_to_none=True)
     book.step, book.whole = step + 1, True
     watch.lap("optimizer")
