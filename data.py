@@ -41,8 +41,9 @@ import re
 import sys
 import sysconfig
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -78,41 +79,38 @@ def train_bpe(counts: dict[str, int], n_ranks: int) -> dict[bytes, int]:
     hold the merged pair are touched, which makes 4,000 merges in pure Python a matter of seconds, not hours."""
     words = [[bytes([b]) for b in piece.encode()] for piece in counts]
     weight = list(counts.values())
-    pairs, holders = Counter(), {}
-    for i, word in enumerate(words):
-        for pair in itertools.pairwise(word):
-            pairs[pair] += weight[i]
-            holders.setdefault(pair, set()).add(i)
+    pairs, holders, changed = Counter(), defaultdict(set), set()
+
+    def count(i, sign):
+        """Add word i's pairs to the counts, or take them away."""
+        for pair in itertools.pairwise(words[i]):
+            pairs[pair] += sign * weight[i]
+            changed.add(pair)
+            if sign > 0:
+                holders[pair].add(i)
+
+    for i in range(len(words)):
+        count(i, 1)
     heap = [(-n, pair) for pair, n in pairs.items()]
     heapq.heapify(heap)
     ranks = {bytes([b]): b for b in range(256)}
     while len(ranks) < n_ranks and heap:
         n, pair = heapq.heappop(heap)
-        if pairs.get(pair, 0) != -n:
+        if pairs[pair] != -n:
             continue  # an old entry: the pair's count has changed since and the newer entry is also in the heap
         merged = pair[0] + pair[1]
         ranks.setdefault(merged, len(ranks))
-        changed = set()
+        changed.clear()
         for i in holders.pop(pair):
-            word, new, j = words[i], [], 0
-            for old in itertools.pairwise(word):
-                pairs[old] -= weight[i]
-                changed.add(old)
-            while j < len(word):
-                if j + 1 < len(word) and (word[j], word[j + 1]) == pair:
-                    new.append(merged)
-                    j += 2
-                else:
-                    new.append(word[j])
-                    j += 1
-            for now in itertools.pairwise(new):
-                pairs[now] += weight[i]
-                holders.setdefault(now, set()).add(i)
-                changed.add(now)
-            words[i] = new
-        pairs.pop(pair, None)
+            count(i, -1)
+            word, j = words[i], 0
+            while j + 1 < len(word):
+                if (word[j], word[j + 1]) == pair:
+                    word[j : j + 2] = [merged]
+                j += 1
+            count(i, 1)
         for p in changed:
-            if pairs.get(p, 0) > 0:
+            if pairs[p] > 0:
                 heapq.heappush(heap, (-pairs[p], p))
     return ranks
 
@@ -193,7 +191,6 @@ def find_text(path: str | Path | None = None) -> tuple[list[tuple[str, str]], in
     """(content hash, text) of every distinct non-empty UTF-8 file, in order of the hash, and the number of files skipped because
     they are not UTF-8. path None: the standard library and PACKAGES; a file; or a folder (every file in it that is UTF-8).
     A named file that is not UTF-8, and a path that is not there, are a ValueError."""
-    files = []
     if path is None:
         roots = [Path(sysconfig.get_paths()["stdlib"])]
         for name in PACKAGES:  # find_spec looks a top-level package up without running any of its code
@@ -203,9 +200,8 @@ def find_text(path: str | Path | None = None) -> tuple[list[tuple[str, str]], in
         raise ValueError(f"text {path}: there is no such file or folder")
     else:
         roots = [Path(path)]
+    files = [root for root in roots if root.is_file()]
     for root in roots:
-        if root.is_file():
-            files.append(root)
         for folder, inner, names in os.walk(root):
             inner[:] = [d for d in inner if d not in ("site-packages", "__pycache__") and not d.startswith(".")]
             files += [Path(folder, f) for f in names if (path is not None and not f.startswith(".")) or f.endswith(".py")]
@@ -213,17 +209,22 @@ def find_text(path: str | Path | None = None) -> tuple[list[tuple[str, str]], in
     for file in files:
         try:
             raw = file.read_bytes()
-            text = raw.decode("utf-8")
-        except OSError:
-            skipped += 1
-        except UnicodeDecodeError:
-            if file == Path(path or ""):
+            if raw:
+                texts[hashlib.sha256(raw).hexdigest()] = raw.decode()
+        except (OSError, UnicodeDecodeError) as error:
+            if file in roots and isinstance(error, UnicodeDecodeError):
                 raise ValueError(f"text {path} is not UTF-8: give plain text in UTF-8") from None
             skipped += 1
-        else:
-            if raw:
-                texts[hashlib.sha256(raw).hexdigest()] = text
     return sorted(texts.items()), skipped
+
+
+def tokenised(texts: list[str], tok: Tokenizer):
+    """Yield the tokens of each text and its end-of-document as bytes, a few MB at a time: Python lists of ints are ten times the
+    text."""
+    ends = itertools.accumulate(map(len, texts))
+    for _, part in itertools.groupby(zip(ends, texts), lambda pair: pair[0] // 4_000_000):
+        for ids in tok.encoding.encode_ordinary_batch([text for _, text in part], num_threads=os.cpu_count()):
+            yield np.array([*ids, tok.eod], np.uint16).tobytes()
 
 
 class Corpus:
@@ -241,43 +242,31 @@ class Corpus:
             raise ValueError(f"tokens are kept in 16 bits, a vocabulary of {tok.vocab_size} does not fit")
         texts, skipped = find_text(path)
         where = f"text {path}" if path else "Python source on this machine"
-        total = sum(len(text.encode()) for _, text in texts)
+        content = hashlib.sha256("".join(h for h, _ in texts).encode()).hexdigest()[:12]
+        texts = [text for _, text in texts]
+        total = sum(len(text.encode()) for text in texts)
         if total < MIN_BYTES:
             raise ValueError(f"{where} holds {total} bytes of text; at least {MIN_BYTES:,} are needed to train on")
         if len(texts) >= 100:
-            cut = len(texts) - max(1, len(texts) // 100)
-            train, val = [t for _, t in texts[:cut]], [t for _, t in texts[cut:]]
+            cut = len(texts) - len(texts) // 100
+            ends = itertools.accumulate(len(text.encode()) for text in texts[:cut])
+            train = [text for text, end in zip(texts, ends) if max_bytes is None or end <= max_bytes] or texts[:1]
+            val = texts[cut:]
         else:
-            whole = "\n".join(text for _, text in texts)
+            whole = "\n".join(texts)
             cut = int(len(whole) * 0.95)
-            train, val = [whole[:cut]], [whole[cut:]]
-        if max_bytes is not None:
-            ends = itertools.accumulate(len(text.encode()) for text in train)
-            kept = [text for text, end in zip(train, ends) if end <= max_bytes] or train[:1]
-            train = kept if len(texts) >= 100 else [kept[0].encode()[:max_bytes].decode(errors="ignore")]
-        content = hashlib.sha256("".join(h for h, _ in texts).encode()).hexdigest()[:12]
+            train, val = [whole[:cut].encode()[:max_bytes].decode(errors="ignore")], [whole[cut:]]
         key = hashlib.sha256(f"2 {tok.hash} {content} {len(train)} {max_bytes}".encode()).hexdigest()[:16]
         self.paths = [cache_dir() / f"text-{key}-{part}.bin" for part in ("train", "val")]
         for file, part in zip(self.paths, (train, val)):
             if not is_whole(file):
-                write_atomically(file, lambda f, part=part: self._tokenise(f, part, tok))
-        self.val_bytes = "".join(val).encode()
-        self.content, n_bytes = content, sum(len(t.encode()) for t in train)
+                write_atomically(file, tokenised(part, tok))
+        self.content, self.val_bytes = content, "".join(val).encode()
         self._open()
+        n_bytes = sum(len(text.encode()) for text in train)
         self.report = (f"text: {where}: {len(texts):,} files, {total:,} bytes, content {content}; train {n_bytes:,} bytes "
                        f"{len(self.train):,} tokens, validation {len(self.val_bytes):,} bytes {len(self.val):,} tokens"
                        + (f"; {skipped} files skipped (not readable as UTF-8)" if skipped else ""))
-
-    @staticmethod
-    def _tokenise(file, texts, tok):
-        batch, size = [], 0
-        for i, text in enumerate(texts):
-            batch.append(text)
-            size += len(text)
-            if size > 4_000_000 or i == len(texts) - 1:  # a few MB at a time: Python lists of ints are ten times the text
-                for ids in tok.encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1):
-                    file.write(np.array(ids + [tok.eod], dtype=np.uint16).tobytes())
-                batch, size = [], 0
 
     def _open(self):
         self.train, self.val = (np.memmap(path, dtype=np.uint16, mode="r")[: -MARK // 2] for path in self.paths)
@@ -394,7 +383,7 @@ class Folder:
     def __init__(self, prep: Prep, items: list):
         """items: (path, question, caption, length, visual, content hash) of each."""
         self.prep, self.kept, self.shapes, self.offsets, self.missed = prep, None, [], [], False
-        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = (list(column) for column in zip(*items))
+        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = map(list, zip(*items))
         self.hashes = hashes
         held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
         if len(items) < 10 or held >= set(hashes):
@@ -427,7 +416,7 @@ class Folder:
         key = hashlib.sha256(json.dumps([repr(self.prep), self.hashes]).encode()).hexdigest()[:12]
         self.kept, self.shapes = cache_dir() / f"own-{key}.bin", shapes
         os.replace(file, self.kept)
-        self.offsets = [0, *itertools.accumulate(math.prod(shape) for shape in shapes)][:-1]
+        self.offsets = list(itertools.accumulate(map(math.prod, shapes), initial=0))
 
 
 def read_words(raw: bytes) -> str:
@@ -490,10 +479,9 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
     try:
         if path is None:
             raise ValueError(text)
-        if not all(root in p.resolve().parents for p in (path if isinstance(path, list) else [path])):
-            raise ValueError("outside the folder")
         files, several = frame_files(path)
-        if not all(root in f.resolve().parents for f in files):  # a frame may be a link
+        given = files if isinstance(path, list) else [path, *files]  # each of them may be a link
+        if not all(root in p.resolve().parents for p in given):
             raise ValueError("outside the folder")
         question, text = (s.strip().encode("utf-8", "replace").decode() for s in (question, text))
         if not text:
@@ -501,6 +489,9 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
         if len(text) + len(question) > MAX_CAPTION:
             raise ValueError(f"a caption of {len(text) + len(question):,} characters, at most {MAX_CAPTION:,} are read")
         clip, _ = load_visual(files if several else files[0], prep)
+        visual, length = count_tokens(tok, prep, [clip.shape], question, text)
+        if context is not None and length > context:
+            raise ValueError(f"takes {length} tokens, a row has {context}: fewer frames or words, or a longer context")
         with Image.open(files[0], formats=FORMATS) as im:
             before = max(im.size) / min(im.size)
         digest = hashlib.sha256(f"{len(files)}".encode())
@@ -511,9 +502,6 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
         reason = plain(getattr(error, "strerror", None) or error).replace(f"{plain(root)}{os.sep}", "")
         named = reason.startswith((f"{label}:", f"{label}{os.sep}"))  # the picture itself, or a frame in its folder
         return None, reason if named else f"{label}: {reason}", None
-    visual, length = count_tokens(tok, prep, [clip.shape], question, text)
-    if context is not None and length > context:
-        return None, f"{label}: takes {length} tokens, a row has {context}: fewer frames or words, or a longer context", None
     after = max(clip.shape[2:]) / min(clip.shape[2:])
     squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
     return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed, clip
@@ -539,14 +527,13 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
             results = pool.map(lambda thing: examine(thing, root, prep, tok, context), things)
-            few = len(things) < 500
-            for item, said, clip in tqdm(results, "checking pictures", len(things), mininterval=1, disable=few, leave=False):
-                if item is None:
-                    bad.append(said)
-                    continue
-                items.append(item)
-                squeezed += [said] if said else []
-                if keep and not full:
+            bar = tqdm(results, "checking pictures", len(things), mininterval=1, leave=False, disable=len(things) < 500)
+            for item, said, clip in bar:
+                if said:
+                    (squeezed if item else bad).append(said)
+                if item:
+                    items.append(item)
+                if item and keep and not full:
                     try:
                         with open(spool, "ab" if shapes else "wb") as file:
                             clip.tofile(file)
@@ -599,6 +586,11 @@ def pack(encoded: list, tok: Tokenizer, context: int):
     return torch.from_numpy(tokens), torch.from_numpy(targets), torch.cat(patches), torch.cat(grids)
 
 
+@lru_cache(2)  # the text's and that of the other text beside it
+def shuffled(chunks: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(chunks)
+
+
 class Rows:
     """Training rows of `context` tokens, each a pure function of (seed, n): in any order, in any process, before and after a
     resume.
@@ -619,9 +611,10 @@ class Rows:
             raise ValueError(f"the mix must give weights to some of {', '.join(TASKS)}, not {mix}")
         if not (0 < own_share <= 1 and 0 < text_share <= 1):
             raise ValueError(f"a share of your own data must be above 0 and at most 1, not {own_share} or {text_share}")
-        self.mix, self.own, self.own_share, self.beside, self.text_share = mix, own, own_share, beside, text_share
+        self.mix, self.own, self.own_share, self.beside = mix, own, own_share, beside
         self.tok, self.prep, self.corpus, self.pictures, self.context, self.seed = tok, prep, corpus, pictures, context, seed
-        self._order, self.gone = {}, set()  # own pictures that could not be read
+        self.text_share = text_share if beside else 1.0
+        self.gone = set()  # own pictures that could not be read
         if own is not None and max(own.lengths) > context:
             i = own.lengths.index(max(own.lengths))
             raise ValueError(f"the example captioned {plain(own.captions[i], 60)!r} takes {own.lengths[i]} tokens, a row has {context}")
@@ -642,17 +635,12 @@ class Rows:
                                  f"the longest takes about {most}")
 
     def text(self, n: int):
-        mine, k = True, n
-        if self.beside is not None:
-            before = math.floor(n * self.text_share)  # rows from corpus among the first n
-            mine = math.floor((n + 1) * self.text_share) > before
-            k = before if mine else n - before
+        before = math.floor(n * self.text_share)  # rows from corpus among the first n
+        mine = math.floor((n + 1) * self.text_share) > before
         source = self.corpus if mine else self.beside
         chunks = (len(source.train) - 1) // self.context
-        epoch, k = divmod(k, chunks)
-        if self._order.get(mine, (-1, None))[0] != epoch:
-            self._order[mine] = epoch, np.random.default_rng((self.seed, epoch)).permutation(chunks)
-        start = int(self._order[mine][1][k]) * self.context
+        epoch, k = divmod(before if mine else n - before, chunks)
+        start = int(shuffled(chunks, self.seed, epoch)[k]) * self.context
         row = torch.from_numpy(source.train[start : start + self.context + 1].astype(np.int64))
         return row[:-1].clone(), row[1:].clone()
 
