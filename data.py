@@ -30,7 +30,6 @@ program, is not among them), captions are plain text or JSON, and nothing in a f
 import argparse
 import base64
 import hashlib
-import heapq
 import importlib.util
 import itertools
 import json
@@ -79,28 +78,22 @@ def train_bpe(counts: dict[str, int], n_ranks: int) -> dict[bytes, int]:
     hold the merged pair are touched, which makes 4,000 merges in pure Python a matter of seconds, not hours."""
     words = [[bytes([b]) for b in piece.encode()] for piece in counts]
     weight = list(counts.values())
-    pairs, holders, changed = Counter(), defaultdict(set), set()
+    pairs, holders = Counter(), defaultdict(set)  # how often each pair stands in the text, and in which words
 
     def count(i, sign):
         """Add word i's pairs to the counts, or take them away."""
         for pair in itertools.pairwise(words[i]):
             pairs[pair] += sign * weight[i]
-            changed.add(pair)
             if sign > 0:
                 holders[pair].add(i)
 
     for i in range(len(words)):
         count(i, 1)
-    heap = [(-n, pair) for pair, n in pairs.items()]
-    heapq.heapify(heap)
     ranks = {bytes([b]): b for b in range(256)}
-    while len(ranks) < n_ranks and heap:
-        n, pair = heapq.heappop(heap)
-        if pairs[pair] != -n:
-            continue  # an old entry: the pair's count has changed since and the newer entry is also in the heap
+    while len(ranks) < n_ranks and (most := max(pairs.values(), default=0)) > 0:
+        pair = min(p for p, n in pairs.items() if n == most)
         merged = pair[0] + pair[1]
         ranks.setdefault(merged, len(ranks))
-        changed.clear()
         for i in holders.pop(pair):
             count(i, -1)
             word, j = words[i], 0
@@ -109,9 +102,6 @@ def train_bpe(counts: dict[str, int], n_ranks: int) -> dict[bytes, int]:
                     word[j : j + 2] = [merged]
                 j += 1
             count(i, 1)
-        for p in changed:
-            if pairs[p] > 0:
-                heapq.heappush(heap, (-pairs[p], p))
     return ranks
 
 
