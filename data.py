@@ -54,8 +54,8 @@ from PIL import Image
 # isort: off
 from pictures import (  # noqa: F401  (all of it is also data.X)
     ATTRIBUTION, FORMATS, HELDOUT, MARK, MIX, MOTIONS, MOVES, MOVING, PHRASES, PICTURE_SUFFIXES, TASKS, Drawing, Example, Pictures, Prep,
-    cache_dir, draw_sheet, film, fit, frame_files, heldout, load_visual, may_draw, pairs_of, picture_names, plain, render, scene,
-    share, single, to_rgb, training_example, is_whole, write_atomically, parse_mix,
+    cache_dir, draw_sheet, film, frame_files, heldout, is_whole, load_visual, may_draw, pairs_of, parse_mix, picture_names, plain,
+    render, scene, share, to_rgb, training_example, write_atomically,
 )  # fmt: skip
 # isort: on
 from vit3d import patchify
@@ -371,10 +371,10 @@ class Folder:
     """
 
     def __init__(self, prep: Prep, items: list):
-        """items: (path, question, caption, length, visual, content hash) of each."""
-        self.prep, self.kept, self.shapes, self.offsets, self.missed = prep, None, [], [], False
-        self.paths, self.questions, self.captions, self.lengths, self.visual, hashes = map(list, zip(*items))
-        self.hashes = hashes
+        """items: (path, question, caption, length, visual, shape, content hash) of each."""
+        self.prep, self.kept, self.missed = prep, None, False
+        self.paths, self.questions, self.captions, self.lengths, self.visual, self.shapes, hashes = map(list, zip(*items))
+        self.hashes, self.offsets = hashes, list(itertools.accumulate(map(math.prod, self.shapes), initial=0))
         held = {h for h in hashes if share("own", h) < 0.05} or {min(hashes, key=lambda h: share("own", h))}
         if len(items) < 10 or held >= set(hashes):
             held = set()
@@ -387,79 +387,67 @@ class Folder:
         return len(self.paths)
 
     def __getitem__(self, i) -> Example:
-        visual = (self.read(i) if self.kept else None) or load_visual(self.paths[i], self.prep)
-        return Example([visual], self.questions[i], self.captions[i], "own", 0.0)
+        return Example([self.read(i)], self.questions[i], self.captions[i], "own", 0.0)
 
     def read(self, i):
-        """What load_visual gave for i when it was kept, or None, with a word the first time, if the file has gone or been cut since."""
-        try:
-            clip = np.fromfile(self.kept, np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
-        except (OSError, ValueError):
-            if not self.missed:
-                print(f"{self.kept} is not whole any more: its pictures are decoded at every use, which is slower", file=sys.stderr, flush=True)
-            self.missed = True
-            return None
-        return clip, len(clip) > 1 or isinstance(self.paths[i], list)
+        """What load_visual gives for i, as it was kept; decoded where it was not, or, with a word the first time, where the file of
+        kept ones has gone or been cut since."""
+        if self.kept:
+            try:
+                clip = np.fromfile(self.kept, np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
+                return clip, len(clip) > 1 or isinstance(self.paths[i], list)
+            except (OSError, ValueError):
+                if not self.missed:
+                    print(f"{self.kept} is not whole any more: its pictures are decoded at every use, which is slower", file=sys.stderr)
+                self.missed = True
+        return load_visual(self.paths[i], self.prep)
 
-    def keep(self, file, shapes: list):
+    def keep(self, file):
         """Move the file with all clips, one after another, into the cache. Its name is a hash of what is in it, in order."""
         key = hashlib.sha256(json.dumps([repr(self.prep), self.hashes]).encode()).hexdigest()[:12]
-        self.kept, self.shapes = cache_dir() / f"own-{key}.bin", shapes
+        self.kept = cache_dir() / f"own-{key}.bin"
         os.replace(file, self.kept)
-        self.offsets = list(itertools.accumulate(map(math.prod, shapes), initial=0))
 
 
-def read_words(raw: bytes) -> str:
-    """Bytes of a caption or a table's line -> text; a byte order mark is no part of it. ValueError if it is not UTF-8."""
-    try:
-        return raw.decode("utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-
-
-def wanted(folder: Path):
-    """Yield (label, path or list of paths, question, caption) of everything in a folder that is meant to be used; with None for
-    the path and the reason for the caption where a line of the table makes no sense."""
-    table = folder / "metadata.jsonl"
+def wanted(folder: Path) -> tuple[list, list[str]]:
+    """(label, path or list of paths, question, caption) of everything in a folder that is meant to be used, with None for the path
+    and the reason for the caption where that cannot be read; and the names of the pictures beside a .txt that metadata.jsonl,
+    where there is one, does not name."""
+    things, named, table = [], set(), folder / "metadata.jsonl"
     if table.is_file():
         for n, line in enumerate(table.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 in a caption ends no line
             if not line.strip():
                 continue
             try:
-                row = json.loads(read_words(line))
+                row = json.loads(line.decode("utf-8-sig").strip())
                 names = row.get("file_names") or row["file_name"]
                 question, text = row.get("question") or "", row.get("text") or ""
                 paths = [folder / name for name in ([names] if isinstance(names, str) else names)]
                 if not isinstance(question, str) or not isinstance(text, str):
                     raise TypeError
+                things.append((plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text))
+                named.update(paths)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                yield f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"
-            else:
-                yield plain(names, 100), paths[0] if isinstance(names, str) else paths, question, text
-        return
+                things.append((f"metadata.jsonl line {n}", None, "", "not a JSON object with file_name and text"))
+        others = [f for f in sorted(folder.iterdir()) if f.suffix.lower() in PICTURE_SUFFIXES and f not in named]
+        return things, [plain(f.name, 100) for f in others if f.with_suffix(".txt").is_file()]
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or not (file.is_dir() or file.suffix.lower() in PICTURE_SUFFIXES):
             continue
         note, text = folder / f"{file.name if file.is_dir() else file.stem}.txt", ""
         try:
             if note.is_file():
-                if folder.resolve() not in note.resolve().parents:
+                if folder not in note.resolve().parents:
                     raise ValueError("outside the folder")
                 if note.stat().st_size > 4 * MAX_CAPTION:
                     raise ValueError(f"{note.stat().st_size:,} bytes, at most {MAX_CAPTION:,} characters are read")
-                text = read_words(note.read_bytes())
-            yield plain(file.name, 100), file, "", text
+                text = note.read_bytes().decode("utf-8-sig")
+            things.append((plain(file.name, 100), file, "", text))
+        except UnicodeDecodeError:
+            things.append((plain(note.name, 100), None, "", "not UTF-8 text"))
         except (ValueError, OSError) as error:
-            yield plain(note.name, 100), None, "", plain(getattr(error, "strerror", None) or error)
-
-
-def passed_over(folder: Path, things: list) -> list[str]:
-    """Names of pictures beside a .txt that metadata.jsonl, where there is one, does not name: they are not among wanted()'s things."""
-    if not (folder / "metadata.jsonl").is_file():
-        return []
-    named = {p for _, path, _, _ in things for p in (path if isinstance(path, list) else [path])}
-    pictures = (f for f in sorted(folder.iterdir()) if f.suffix.lower() in PICTURE_SUFFIXES and f not in named)
-    return [plain(f.name, 100) for f in pictures if f.with_suffix(".txt").is_file()]
+            things.append((plain(note.name, 100), None, "", plain(getattr(error, "strerror", None) or error)))
+    return things, []
 
 
 def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
@@ -494,7 +482,8 @@ def examine(item, root: Path, prep: Prep, tok: Tokenizer, context: int | None):
         return None, reason if named else f"{label}: {reason}", None
     after = max(clip.shape[2:]) / min(clip.shape[2:])
     squeezed = f"{label} from {before:.0f} : 1 to {after:.0f} : 1" if before > 2 * after else ""
-    return ([str(f) for f in files] if several else str(files[0]), question, text, length, visual, digest.hexdigest()), squeezed, clip
+    path = [str(f) for f in files] if several else str(files[0])
+    return (path, question, text, length, visual, clip.shape, digest.hexdigest()), squeezed, clip
 
 
 def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, context: int | None = None,
@@ -512,8 +501,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
     if not folder.is_dir():
         raise ValueError(f"images {plain(folder)}: there is no such folder")
     root = folder.resolve()
-    things, items, bad, squeezed = list(wanted(root)), [], [], []
-    spool, shapes, full = keep and cache_dir() / f"own.{os.getpid()}.tmp", [], ""
+    (things, beside), items, bad, squeezed = wanted(root), [], [], []
+    spool, full = keep and cache_dir() / f"own.{os.getpid()}.tmp", []
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads are enough: Pillow decodes without Python's lock
             results = pool.map(lambda thing: examine(thing, root, prep, tok, context), things)
@@ -521,18 +510,17 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
             for item, said, clip in bar:
                 if said:
                     (squeezed if item else bad).append(said)
-                if item:
-                    items.append(item)
                 if item and keep and not full:
                     try:
-                        with open(spool, "ab" if shapes else "wb") as file:
+                        with open(spool, "ab" if items else "wb") as file:
                             clip.tofile(file)
-                        shapes.append(clip.shape)
                     except OSError as error:
-                        full = f"  no room in the cache for the prepared pixels, so every use decodes a picture ({plain(error)})"
+                        full = [f"  no room in the cache for the prepared pixels, so every use decodes a picture ({plain(error)})"]
+                if item:
+                    items.append(item)
         own = Folder(prep, items) if items else None
-        if shapes and not full:
-            own.keep(spool, shapes)
+        if own and keep and not full:
+            own.keep(spool)
     finally:
         if keep:
             spool.unlink(missing_ok=True)
@@ -545,11 +533,11 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
             lines.append(f"  prepared pixels: {own.kept.stat().st_size / 1e6:,.1f} MB, kept in {own.kept}")
         if not own.held:
             lines.append("  nothing is held out (that takes ten different ones): evaluations will not ask about your own pictures")
-    beside = passed_over(root, things)
-    for what, names in (("left out", bad), ("squeezed to fit", squeezed), ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
+    for what, names in (("left out", bad), ("squeezed to fit", squeezed),
+                        ("has a .txt, but metadata.jsonl, which decides, does not name it", beside)):
         lines += [f"  {what}: {name}" for name in names[:NAMED]]
         lines += [f"  {what}: and {len(names) - NAMED:,} more"] if len(names) > NAMED else []
-    report = "\n".join(lines + [full] * bool(full))
+    report = "\n".join(lines + full)
     if not items:
         raise ValueError(f"{report}\n  give metadata.jsonl with file_name and text, or pictures beside same-named .txt files")
     return own, report
@@ -637,10 +625,8 @@ class Rows:
     def vision(self, n: int):
         rng, encoded, room = random.Random(f"vision {self.seed} {n}"), [], self.context
         while True:
-            if self.own is not None and (self.pictures is None or rng.random() < self.own_share):
-                new = self.one_of_own(rng, room)
-            else:
-                new = self.one_drawn(rng, room)
+            mine = self.own is not None and (self.pictures is None or rng.random() < self.own_share)
+            new = self.one_of_own(rng, room) if mine else self.one_drawn(rng, room)
             if new is None:
                 return pack(encoded, self.tok, self.context)
             encoded.append(new)

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageDraw, ImageOps, UnidentifiedImageError
 
 ATTRIBUTION = "OpenMoji, CC BY-SA 4.0"
 
@@ -140,7 +140,6 @@ def to_rgb(im: Image.Image, background: tuple) -> Image.Image:
     if im.mode == "La":
         im = im.convert("LA")
     if im.mode == "LAB":
-        from PIL import ImageCms
         return ImageCms.profileToProfile(im, ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), outputMode="RGB")
     if im.has_transparency_data:
         im = im.convert("RGBA")
@@ -233,7 +232,7 @@ def picture_names() -> dict[str, str]:
     """{fully-qualified emoji: its name in plain words}, e.g. "woman firefighter: medium skin tone", "flag of peru"."""
     import emoji
 
-    names = {}
+    names, tone = {}, re.compile(" ?(medium-light|medium-dark|medium|light|dark) skin tone")
     for sequence, entry in emoji.EMOJI_DATA.items():
         if entry["status"] != emoji.STATUS["fully_qualified"]:
             continue
@@ -242,7 +241,6 @@ def picture_names() -> dict[str, str]:
             continue  # pictures that differ from another in size alone: here everything comes in several sizes
         if "middle finger" in name:
             continue  # a gesture that figures and lessons do well without
-        tone = re.compile(" ?(medium-light|medium-dark|medium|light|dark) skin tone")
         if tones := tone.findall(name):  # the tone goes last, where a reader looks for it
             name = f"{tone.sub('', name).strip()}: {' and '.join(tones)} skin tone"
         if 0x1F1E6 <= ord(sequence[0]) <= 0x1F1FF or "\U000E007F" in sequence:  # two letters of a country, or a tagged region
@@ -303,7 +301,7 @@ class Pictures:
 
     def _split(self):
         self.triples = triples = {i: a for i, s in enumerate(self.sequences) if (a := attributes(s))}
-        toneless = [i for i, s in enumerate(self.sequences) if not any(ord(c) in TONES for c in s)]
+        toneless = [i for i, name in enumerate(self.names) if not name.endswith(" skin tone")]
         toneless.sort(key=lambda i: share("unseen", self.names[i]))
         self.unseen = sorted(toneless[: max(2, len(self.names) * 3 // 100)])
         # In a fixed order, a triple is held out only while another training triple is left for each of its pairs.
@@ -341,8 +339,8 @@ def draw_pictures(sizes, limit, tiles_path, meta_path):
     print(f"drawing {min(limit or len(names), len(names)):,} pictures once (all of them take about 15 seconds)", flush=True)
 
     def order(sequence):
-        special = any(ord(c) in TONES or 0x1F1E6 <= ord(c) <= 0x1F1FF or ord(c) == 0xE007F for c in sequence)
-        return special, share("order", names[sequence])
+        name = names[sequence]
+        return name.startswith("flag of ") or name.endswith(" skin tone"), share("order", name)
 
     big, drawn = sizes[-1], []
     for sequence in sorted(names, key=order)[:limit]:
@@ -429,7 +427,7 @@ class Drawing:
 
     pictures: Pictures
     ground: list  # red, green and blue
-    frames: list  # per frame a list of (picture, size index, x, y, sixteenths of a turn clockwise)
+    frames: list  # per frame the (picture, size index, x, y, sixteenths of a turn clockwise)
 
     @property
     def shape(self):
@@ -502,9 +500,9 @@ def scene(pictures, rng, n=2, held=False):
     return Example([(clip, False)], "", caption, "scene", 0.5 / (total * (total - 1)))
 
 
-def path(pictures, rng, motion, n_frames, box):
-    """The places of one thing over time inside box (x, y, w, h): a list of (size index, x, y, sixteenths of a turn). Where it starts
-    and how large it is are left to chance, so that one frame alone does not give the motion away."""
+def path(pictures, rng, i, motion, n_frames, box):
+    """Picture i in motion inside box (x, y, w, h): Drawing's (picture, size index, x, y, turn) of each frame. Where it starts and how
+    large it is are left to chance, so that one frame alone does not give the motion away."""
     x, y, w, h = box
     largest = max(k for k, s in enumerate(pictures.sizes) if s <= min(w, h, pictures.size // 2))
     first = last = rng.randrange(largest + 1)
@@ -522,7 +520,7 @@ def path(pictures, rng, motion, n_frames, box):
         at = f / (n_frames - 1)
         k = round(first + (last - first) * at)
         half, gone = pictures.sizes[k] // 2, round(travel * at)
-        places.append((k, x + dx * gone - half, y + dy * gone - half, f * turn))
+        places.append((i, k, x + dx * gone - half, y + dy * gone - half, f * turn))
     return places
 
 
@@ -532,8 +530,8 @@ def film(pictures, rng, things, row=None):
     boxes = [(0, 0, c, c)] if len(things) == 1 else [(0, 0, c // 2, c), (c // 2, 0, c // 2, c)]
     if row is False:
         boxes = [(y, x, h, w) for x, y, w, h in boxes]
-    paths = [path(pictures, rng, motion, n_frames, box) for (_, motion), box in zip(things, boxes)]
-    return render(pictures, rng, [[(i, *p[f]) for (i, _), p in zip(things, paths)] for f in range(n_frames)])
+    paths = [path(pictures, rng, i, motion, n_frames, box) for (i, motion), box in zip(things, boxes)]
+    return render(pictures, rng, list(zip(*paths)))
 
 
 def pick_motion(pictures, rng, i, held, among):
@@ -700,14 +698,13 @@ def draw_sheet(file, items, note: str) -> int:
         for word in text.encode("latin-1", "replace").decode("latin-1").split():
             longer = f"{lines[-1]} {word}".strip()
             lines = [*lines[:-1], longer] if pen.textlength(longer) <= room or not lines[-1] else [*lines, word]
-            if len(lines) > 4:
-                break
+        lines = [part[:200] for part in lines[:4]]
         if x + room > wide and x > gap:
             x, y, tall = gap, y + tall, 0
-        height = strip.shape[0] + line * min(len(lines), 4) + gap
+        height = strip.shape[0] + line * len(lines) + gap
         if y + height > 4000 and blocks:
             break
-        blocks.append((x, y, strip, [part[:200] for part in lines[:4]]))
+        blocks.append((x, y, strip, lines))
         x, tall = x + room + gap, max(tall, height)
     sheet = Image.new("RGB", (max([wide, *(x + s.shape[1] for x, _, s, _ in blocks)]) + gap, y + tall + line + gap), "white")
     pen = ImageDraw.Draw(sheet)
