@@ -209,8 +209,7 @@ def find_text(path: str | Path | None = None) -> tuple[list[tuple[str, str]], in
 
 
 def tokenised(texts: list[str], tok: Tokenizer):
-    """Yield the tokens of each text and its end-of-document as bytes, a few MB at a time: Python lists of ints are ten times the
-    text."""
+    """Yield each text's tokens and end-of-document as bytes; a few MB at a time: lists of ints are ten times the text."""
     ends = itertools.accumulate(map(len, texts))
     for _, part in itertools.groupby(zip(ends, texts), lambda pair: pair[0] // 4_000_000):
         for ids in tok.encoding.encode_ordinary_batch([text for _, text in part], num_threads=os.cpu_count()):
@@ -390,8 +389,7 @@ class Folder:
         return Example([self.read(i)], self.questions[i], self.captions[i], "own", 0.0)
 
     def read(self, i):
-        """What load_visual gives for i, as it was kept; decoded where it was not, or, with a word the first time, where the file of
-        kept ones has gone or been cut since."""
+        """What load_visual gives for i, from the kept file if there is one; a word, once, if that has gone or been cut."""
         if self.kept:
             try:
                 clip = np.fromfile(self.kept, np.uint8, math.prod(self.shapes[i]), offset=self.offsets[i]).reshape(self.shapes[i])
@@ -411,8 +409,7 @@ class Folder:
 
 def wanted(folder: Path) -> tuple[list, list[str]]:
     """(label, path or list of paths, question, caption) of everything in a folder that is meant to be used, with None for the path
-    and the reason for the caption where that cannot be read; and the names of the pictures beside a .txt that metadata.jsonl,
-    where there is one, does not name."""
+    and the reason for the caption where words cannot be read; and what has a .txt, but is not named by a metadata.jsonl."""
     things, named, table = [], set(), folder / "metadata.jsonl"
     if table.is_file():
         for n, line in enumerate(table.read_bytes().split(b"\n"), 1):  # not splitlines: U+2028 in a caption ends no line
@@ -549,9 +546,8 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
 
 
 def pack(encoded: list, tok: Tokenizer, context: int):
-    """Encoded examples that fit together -> tokens [T], targets [T], patches [N,P], grids [m,3]; the rest is eod without loss.
-    The row starts with the first example's own eod; the others use the one that ends the example before. ValueError if
-    they do not fit: nothing is ever cut."""
+    """Encoded examples -> tokens [T], targets [T], patches [N,P], grids [m,3]; the rest is eod without loss. The first example's
+    own eod begins the row, the others use the one before them. ValueError if they do not fit: nothing is ever cut."""
     ids, learn = [tok.eod], []  # learn: what follows each of ids
     for prompt, answer, _, _ in encoded:
         ids += prompt[1:] + answer
@@ -570,8 +566,7 @@ def shuffled(chunks: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Rows:
-    """Training rows of `context` tokens, each a pure function of (seed, n): in any order, in any process, before and after a
-    resume.
+    """Training rows of `context` tokens, each a pure function of (seed, n): in any order and process, resumed or not.
 
     text(n)   -> tokens int64 [T], targets int64 [T]: the training text's chunks in a shuffled order, reshuffled each epoch. It
                  depends on the text, context, seed and n alone, so every recipe reads the same text in the same order.
@@ -663,8 +658,7 @@ class Rows:
 
 
 def contact_sheet(file: str | Path, examples, prep: Prep, note: str) -> int:
-    """Draw examples with their words into a picture file, exactly as the model sees them: cut into patches and put together
-    again. Returns how many found room."""
+    """Draw examples with their words as the model sees them, cut into patches and put back -> how many found room."""
     seen = ((from_patches(*to_patches(e.frames, prep), prep), f"{e.question} {e.answer}") for e in examples)
     return draw_sheet(file, seen, note)
 

@@ -115,9 +115,8 @@ class Prep:
 
 
 def fit(w: int, h: int, prep: Prep) -> tuple[int, int]:
-    """The size a picture is resized to: both sides multiples of patch x merge, at most max_pixels, the aspect ratio kept as
-    nearly as whole tokens allow. Small pictures grow to one token on the short side; a very long one is squeezed to fit, never
-    cropped."""
+    """The size a picture is resized to: multiples of patch x merge, at most max_pixels, the aspect ratio as near as whole
+    tokens allow. Small pictures grow to one token on the short side; a very long one is squeezed to fit, never cropped."""
     unit = prep.patch_size * prep.merge_size
     most = prep.max_pixels // unit**2  # whole tokens
     scale = min(max(1.0, unit / min(w, h)), math.sqrt(prep.max_pixels / (w * h)))
@@ -296,7 +295,7 @@ class Pictures:
         self._split()
         self.report = f"pictures: {len(self.names):,} OpenMoji drawings at {self.sizes} pixels ({ATTRIBUTION})"
 
-    def __reduce__(self):  # worker processes map the file again instead of receiving a copy
+    def __reduce__(self):  # worker processes open the files again instead of receiving a copy
         return Pictures, (self.size, self.limit)
 
     def _split(self):
@@ -535,8 +534,7 @@ def film(pictures, rng, things, row=None):
 
 
 def pick_motion(pictures, rng, i, held, among):
-    """A motion for picture i that is (not) held out, or any for held None, and can be seen: what looks the same turned either way
-    does not turn. None if there is none."""
+    """A motion, or None, of picture i that is (not) held out; held None: either. What looks the same turned does not turn."""
     seen = [m for m in among if pictures.turns[i] or not m.startswith("turns")]
     fits = [m for m in seen if held in (None, pictures.motion_held(i, m))]
     return rng.choice(fits) if fits else None
