@@ -546,7 +546,7 @@ def load_folder(folder: str | Path, prep: Prep, tok: Tokenizer | None = None, co
 
 
 def pack(encoded: list, tok: Tokenizer, context: int):
-    """Encoded examples -> tokens [T], targets [T], patches [N,P], grids [m,3]; the rest is eod without loss. The first example's
+    """Encoded examples -> tokens [T], targets [T], patches [N,P], grids [m,3]; the rest is eod without loss. The first one's
     own eod begins the row, the others use the one before them. ValueError if they do not fit: nothing is ever cut."""
     ids, learn = [tok.eod], []  # learn: what follows each of ids
     for prompt, answer, _, _ in encoded:
@@ -614,8 +614,8 @@ class Rows:
         chunks = (len(source.train) - 1) // self.context
         epoch, k = divmod(before if mine else n - before, chunks)
         start = int(shuffled(chunks, self.seed, epoch)[k]) * self.context
-        row = torch.from_numpy(source.train[start : start + self.context + 1].astype(np.int64))
-        return row[:-1].clone(), row[1:].clone()
+        row = source.train[start : start + self.context + 1].astype(np.int64)
+        return torch.from_numpy(row[:-1]), torch.from_numpy(row[1:].copy())  # no memory in common
 
     def vision(self, n: int):
         rng, encoded, room = random.Random(f"vision {self.seed} {n}"), [], self.context

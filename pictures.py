@@ -118,10 +118,9 @@ def fit(w: int, h: int, prep: Prep) -> tuple[int, int]:
     """The size a picture is resized to: multiples of patch x merge, at most max_pixels, the aspect ratio as near as whole
     tokens allow. Small pictures grow to one token on the short side; a very long one is squeezed to fit, never cropped."""
     unit = prep.patch_size * prep.merge_size
-    most = prep.max_pixels // unit**2  # whole tokens
     scale = min(max(1.0, unit / min(w, h)), math.sqrt(prep.max_pixels / (w * h)))
     across, down = max(1, round(w * scale / unit)), max(1, round(h * scale / unit))
-    while across * down > most:
+    while across * down * unit**2 > prep.max_pixels:
         if across >= down:
             across -= 1
         else:
@@ -534,7 +533,7 @@ def film(pictures, rng, things, row=None):
 
 
 def pick_motion(pictures, rng, i, held, among):
-    """A motion, or None, of picture i that is (not) held out; held None: either. What looks the same turned does not turn."""
+    """A motion, or None, of picture i that is (not) held out; held None: any. What looks the same turned does not turn."""
     seen = [m for m in among if pictures.turns[i] or not m.startswith("turns")]
     fits = [m for m in seen if held in (None, pictures.motion_held(i, m))]
     return rng.choice(fits) if fits else None
