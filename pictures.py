@@ -663,6 +663,8 @@ def heldout(kind: str, n: int, pictures: Pictures, seed: int = 0) -> list[Exampl
         "question": lambda rng: question(pictures, rng, held=True),
         "unseen_clip": lambda rng: motion_question(pictures, rng, rng.choice(pictures.unseen), kind="unseen_clip"),
     }
+    if kind not in make:
+        raise ValueError(f"heldout does not know how to make a {kind!r}")
     return [make[kind](random.Random(f"heldout {kind} {seed} {k}")) for k in range(n)]
 
 
@@ -695,6 +697,8 @@ def draw_sheet(file, items, note: str) -> int:
         for word in text.encode("latin-1", "replace").decode("latin-1").split():
             longer = f"{lines[-1]} {word}".strip()
             lines = [*lines[:-1], longer] if pen.textlength(longer) <= room or not lines[-1] else [*lines, word]
+            if len(lines) > 4:
+                break
         lines = [part[:200] for part in lines[:4]]
         if x + room > wide and x > gap:
             x, y, tall = gap, y + tall, 0
