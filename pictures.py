@@ -109,6 +109,7 @@ class Prep:
     background: tuple = (255, 255, 255)
 
     def __post_init__(self):
+        self.mean, self.std, self.background = tuple(self.mean), tuple(self.std), tuple(self.background)
         token = (self.patch_size * self.merge_size) ** 2
         if self.max_pixels < token:
             raise ValueError(f"max_pixels {self.max_pixels} is less than the {token} pixels of one token")
