@@ -24,6 +24,7 @@ position sees nothing: ids -1, output 0, lse -inf, and no part in any loss.
 
 import argparse
 import functools
+import os
 
 import torch
 import torch.nn.functional as F
@@ -598,6 +599,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description="A demonstration of MSA on the CPU.")
     p.add_argument("--draw", metavar="PNG", help="also draw it")
     args = p.parse_args(argv)
+    if args.draw and not (args.draw.endswith(".png") and os.path.isdir(os.path.dirname(args.draw) or ".")):
+        p.error(f"--draw {args.draw}: not a .png, or there is no such folder")
     torch.manual_seed(0)
     B, T, H, Hkv, D, Di, block, K = 1, 1024, 8, 2, 32, 16, 64, 4
     nb = T // block
